@@ -1,7 +1,7 @@
 """Nothing in the tests may reach a network, open a window, or fight for the cores.
 
 Two switches show that no test depends on one machine's luck: ``PLPKG_TEST_THREADS=2`` and ``PLPKG_TEST_SEED=1``. A
-third, ``PLPKG_TEST_PRODUCTS=1``, runs the whole products of parameters.
+third, ``PLPKG_TEST_PRODUCTS=1``, runs the whole products of parameters, and kills Ray's processes twenty times.
 """
 
 import os

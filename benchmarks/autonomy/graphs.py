@@ -40,12 +40,10 @@ def learners() -> dict:
     y = torch.randint(10, (BATCH,), generator=generator)
     images = {size: torch.randn(BATCH, 1, size, size, generator=generator) for size in (8, 28)}
     torch.manual_seed(0)
-    perceptron = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     return {
         "LSTM, 10,000 words": (WordLSTM(VOCAB), next_word, (ids[0], ids[1])),
         "CNN, 8 x 8": (MobileNet(), cross_entropy, (images[8], y)),
         "CNN, 28 x 28": (MobileNet(), cross_entropy, (images[28], y)),
-        "MLP, 8 x 8": (perceptron, cross_entropy, (images[8], y)),
     }
 
 

@@ -12,6 +12,7 @@ Run: ``python -m benchmarks.autonomy.pretrain``, about a quarter of an hour; the
 import time
 
 import torch
+from safetensors.torch import save_file
 
 from benchmarks import record
 from plpkg import autonomy, catalog, corpora
@@ -43,7 +44,8 @@ def learn(model: torch.nn.Module, parts: dict, case: str, folder, **settings) ->
     """Train a network from nothing, keep it, and say how it went."""
     began = time.process_time()
     result = autonomy.transfer(autonomy.nets.untrained(model), parts["train"], parts["validation"], "all", **settings)
-    autonomy.nets.save(result.model, folder / f"{case}.safetensors")
+    weights = {name: t.half() if t.is_floating_point() else t for name, t in result.model.state_dict().items()}
+    save_file(weights, folder / f"{case}.safetensors")
     judged = autonomy.evaluate(autonomy.pretrained(case), parts["test"])
     return {
         "section": "training", "case": case, "labels": parts["train"].labels, "steps": result.step,

@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from benchmarks import record
 from plpkg import corpora
 from plpkg.autonomy import HeadSplit, evaluate, pretrained, transfer, vocabulary
-from plpkg.autonomy.prune import macs, parameters, prune
+from plpkg.autonomy.prune import macs, prune
 from plpkg.corpora import Examples, word_examples
 
 SEEDS, SEARCH, RETRAINING, ROUNDS = 3, 10, 1000, 60
@@ -83,7 +83,7 @@ def pruned(case: str, seed: int, train, validation, test, example) -> list[dict]
             learn(each, RETRAINING, seed)
         rows.append({
             "section": case, "case": name, "run": seed, "macs": resource(each),
-            "macs_share": round(resource(each) / whole, 4), "parameters": parameters(each),
+            "macs_share": round(resource(each) / whole, 4), "parameters": sum(p.numel() for p in each.parameters()),
             "accuracy_before": round(before, 5), "accuracy": round(evaluate(each, test).accuracy, 5),
             "trials": len(trials),
         })  # fmt: skip

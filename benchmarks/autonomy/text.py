@@ -5,7 +5,6 @@ the writer has fewer). All schemes learn from 200 batches of 16 sentences of eac
 the validation words. Loss in nats a word and accuracy, of words that the vocabulary has.
 
 * ``words``: each scheme, each writer.
-* ``harm``: AutLearn with no early stopping, a thousand steps, at ten times the rate.
 * ``augmented``: AutLearn with each sentence once more: a synonym in it (neighbours in the embedding, which are no
   synonyms), two words swapped, or (the control) unchanged.
 
@@ -17,14 +16,15 @@ Run: ``python -m benchmarks.autonomy.text``, about fifteen minutes. Not part of 
 
 import sys
 import time
+from collections.abc import Callable
 from functools import cache, partial
 
 import torch
+from torch.nn.functional import normalize
 
 from benchmarks import record
 from plpkg import corpora
 from plpkg.autonomy import baselines, eda, evaluate, pretrained, vocabulary
-from plpkg.autonomy.augment import neighbours
 from plpkg.corpora import Examples, Person, word_examples
 from plpkg.corpora.examples import BEGIN, IGNORED
 
@@ -52,8 +52,6 @@ def main() -> None:
         for name, text in ((name, corpora.writer(name)) for name in corpora.writers())
     }
     rows = [row for name, scheme in SCHEMES.items() for row in compared("words", name, scheme, model, people)]
-    rash = partial(baselines.personal, lr=3e-2, **COMMON | dict(steps=1000, patience=None))
-    rows += compared("harm", "1,000 steps", rash, model, people)
     head, near = SCHEMES["AutLearn: last layer"], cache(neighbours(model.embedding.weight, words.words))
     for name in ("duplicate", "synonym", "swap"):
         more = {who: p._replace(train=augmented(p.train, name, near, words)) for who, p in people.items()}
@@ -76,6 +74,23 @@ def compared(section: str, case: str, scheme, model, people: dict[str, Person]) 
     mean = [sum(row[key] for row in rows) / len(rows) for key in ("loss", "accuracy")]
     print(section, case, *mean, f"{seconds:.1f} s a person", file=sys.stderr, flush=True)
     return rows
+
+
+def neighbours(embedding: torch.Tensor, words: list[str], k: int = 5) -> Callable[[str], list[str]]:
+    """Of a word the ``k`` whose rows of an embedding ``(vocab, hidden)`` are nearest to its own by cosine.
+
+    They stand in for synonyms, and are none: what is near is used in like places, an opposite, too.
+    """
+    unit, rows = normalize(embedding.detach().double(), dim=1), {word: row for row, word in enumerate(words)}
+
+    def nearest(word: str) -> list[str]:
+        if word not in rows:
+            return []
+        cosines = unit @ unit[rows[word]]  # (vocab,)
+        cosines[rows[word]] = -torch.inf
+        return [words[row] for row in cosines.argsort(descending=True, stable=True)[:k].tolist()]
+
+    return nearest
 
 
 def augmented(train: Examples, operation: str, near, words) -> Examples:

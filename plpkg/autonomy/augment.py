@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.nn.functional import affine_grid, grid_sample, normalize
+from torch.nn.functional import affine_grid, grid_sample
 
 from plpkg.validation import flag, number, one_of, whole_number
 
@@ -82,32 +82,6 @@ def eda(
         stays = torch.rand(len(words), generator=generator) >= p  # (words,)
         words = [word for word, stay in zip(words, stays.tolist(), strict=True) if stay] or [one(words)]
     return words
-
-
-def neighbours(embedding: torch.Tensor, words: Sequence[str], k: int = 5) -> Callable[[str], list[str]]:
-    """Those ``k`` words for a word whose rows of an embedding ``(vocab, hidden)`` are nearest to its own by cosine.
-
-    They can stand in for ``synonyms``, and are none: what is near is used in like places, an opposite, too. A word
-    that is not among ``words`` has no neighbours. ValueError: other than a row of finite numbers for each word, a word
-    that stands there twice, or not ``k`` others.
-    """
-    if embedding.dim() != 2 or embedding.shape[0] != len(words):
-        raise ValueError(f"the embedding of {len(words)} words must be (vocab, hidden), got {tuple(embedding.shape)}")
-    whole_number("k", k, 1, len(words) - 1, "the other words")
-    unit, rows = normalize(embedding.detach().double(), dim=1), {word: row for row, word in enumerate(words)}
-    if bad := (~unit.isfinite().all(1)).nonzero().flatten().tolist():
-        raise ValueError(f"the embedding of {words[bad[0]]!r} is not finite")
-    if twice := [word for row, word in enumerate(words) if rows[word] != row]:
-        raise ValueError(f"{twice[0]!r} stands twice among the words")
-
-    def nearest(word: str) -> list[str]:
-        if word not in rows:
-            return []
-        cosines = unit @ unit[rows[word]]  # (vocab,)
-        cosines[rows[word]] = -torch.inf
-        return [words[row] for row in cosines.argsort(descending=True, stable=True)[:k].tolist()]
-
-    return nearest
 
 
 def augment_images(

@@ -26,6 +26,8 @@ from plpkg.validation import whole_number
 
 People = Mapping[str, Person]
 Models = dict[str, nn.Module]
+WEIGHTS = 5.0, 20.0, 80.0
+"""Of the public model beside the counts, from which the validation data choose."""
 
 
 def public_only(model: nn.Module, people: People) -> Models:
@@ -61,35 +63,33 @@ def fed_avg(
     model: nn.Module,
     people: People,
     *,
-    scope: str = "all",
     rounds: int = 5,
     steps: int = 200,
     patience: int | None = 5,
-    lora=None,
     seed: int = 0,
     **settings,
 ) -> Models:
-    """One model for all: the mean, weighted by labels, of what each trains in a round from the last mean.
+    """One model for all: the mean, weighted by labels, of what each trains (all layers) in a round from the last mean.
 
     Unless ``patience`` is None, the mean counts that was best on everybody's validation data. BatchNorm's statistics
-    stay the public model's. With ``scope="lora"`` A and B are averaged, each on its own, as is usual.
+    stay the public model's.
     """
     whole_number("rounds", rounds, 1, steps, "steps")
     state, labels = None, {name: person.train.labels for name, person in people.items()}
     if not sum(labels.values()):
         raise ValueError(f"nobody of {len(people)} people has a label that counts")
-    models = [personal_copy(model, scope, lora, seed)[0]]
+    models = [personal_copy(model, "all")[0]]
     for k in range(rounds):
         states = {
             name: transfer(
-                model, person.train, None, scope, start=state, lora=lora,
+                model, person.train, None, "all", start=state,
                 steps=steps * (k + 1) // rounds - steps * k // rounds, seed=seed * rounds + k, **settings,
             ).state
             for name, person in people.items()
         }  # fmt: skip
         first, share = next(iter(states.values())), {name: n / sum(labels.values()) for name, n in labels.items()}
         state = {key: sum(share[name] * states[name][key] for name in people) for key in first}
-        models.append(personal_copy(model, scope, lora, seed, state)[0])
+        models.append(personal_copy(model, "all", state=state)[0])
     validation = [person.validation for person in people.values() if person.validation]
     if patience is None or not validation:
         return public_only(models[-1], people)
@@ -100,7 +100,7 @@ def fed_avg(
 def fed_avg_tuned(model: nn.Module, people: People, *, steps: int = 200, **settings) -> Models:
     """As :func:`fed_avg`, then each person's own, all of it."""
     averaged = fed_avg(model, people, steps=steps - steps // 2, **settings)
-    own = {key: value for key, value in settings.items() if key not in ("rounds", "scope", "lora")}
+    own = {key: value for key, value in settings.items() if key != "rounds"}
     return _each_own(averaged, people, steps=steps // 2, **own)
 
 
@@ -120,14 +120,17 @@ class WithCounts(nn.Module):
         return mixed
 
 
-def counts(model: nn.Module, people: People, *, weights: tuple[float, ...] = (5.0, 20.0, 80.0)) -> Models:
-    """The public model, mixed with counts of each person's own text at the weight that suits the validation data."""
+def counts(model: nn.Module, people: People) -> Models:
+    """The public model, mixed with counts of each person's own text at the weight that suits the validation data.
+
+    ValueError: somebody without validation data.
+    """
     mixed = {}
     if lacking := [name for name, person in people.items() if person.validation is None]:
         raise ValueError(f"{lacking[0]!r} has no validation data, which decide the weight of counts")
     for name, person in people.items():
         table = Counts(_sequences(person.train))
-        choices = [WithCounts(model, table, weight) for weight in weights]
+        choices = [WithCounts(model, table, weight) for weight in WEIGHTS]
         mixed[name] = min(choices, key=lambda choice: evaluate(choice, person.validation).loss)
     return mixed
 

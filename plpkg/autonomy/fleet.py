@@ -1,13 +1,16 @@
 """Thousands of devices on one machine: each person's learning runs alone, one after the other or on all cores.
 
 Nothing passes between people. Ray's tasks are a few ahead of the results (memory stays bounded), three times retried.
+Before Ray starts, a sentence says in how many tasks and processes they learn, and how many bytes each is sent.
 
 Left out: rounds in which devices exchange something, devices that are slow or away, more than one thread a device.
 """
 
 import hashlib
 import itertools
+import math
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -45,6 +48,8 @@ def fleet(
         Where finished chunks are, and the next call goes on if names and ``identity`` (settings, say) are the same.
     workers, chunk
         Ray's processes at a time (as many as cores by default), and people in a task.
+    progress
+        Show on standard error what Ray's tasks cost, then a bar: its seconds are measured, of what has ended.
 
     Raises
     ------
@@ -73,7 +78,10 @@ def fleet(
             done |= checkpoints.load(path, identity)["results"]
     left = [name for name in names if name not in done]
     chunks = ({name: people[name] for name in left[i : i + chunk]} for i in range(0, len(left), chunk))
-    finished = _ray(chunks, learn, workers) if engine == "ray" and left else (_learned(each, learn) for each in chunks)
+    if engine == "ray" and left:
+        finished = _ray(chunks, learn, workers, math.ceil(len(left) / chunk), progress)
+    else:
+        finished = (_learned(each, learn) for each in chunks)
     with tqdm(total=len(names), initial=len(done), disable=not progress, desc="people") as bar:
         for results in finished:
             if folder is not None:
@@ -99,12 +107,29 @@ def _learned(people: dict[str, object], learn: Callable[[str, object], dict]) ->
     return results
 
 
-def _ray(chunks: Iterator[dict], learn: Callable[[str, object], dict], workers: int) -> Iterator[dict[str, dict]]:
+def _cost(people: int, tasks: int, workers: int, sent: int, data: int) -> str:
+    """What Ray's tasks take, as far as it is known before they start; ``people`` and bytes are those of the first."""
+    return (
+        f"{tasks:,} tasks of {people} people, {min(tasks, workers)} at a time, each in a process with one core: "
+        f"a process gets {sent / 1e6:,.3f} MB (learn, and its model), a task {data / 1e6:,.3f} MB of data."
+    )
+
+
+def _ray(
+    chunks: Iterator[dict], learn: Callable[[str, object], dict], workers: int, tasks: int, progress: bool
+) -> Iterator[dict[str, dict]]:
     try:
         import ray
     except ModuleNotFoundError:
         raise ModuleNotFoundError("engine='ray' needs Ray: pip install 'plpkg[scale]'") from None
-    if started := not ray.is_initialized():
+    started = not ray.is_initialized()
+    if progress:
+        first = next(chunks)
+        chunks = itertools.chain([first], chunks)
+        sent, data = (len(ray.cloudpickle.dumps(each)) for each in (learn, first))  # as Ray sends them
+        start = " Ray starts first, which may take half a minute." * started
+        tqdm.write(_cost(len(first), tasks, workers, sent, data) + start, file=sys.stderr)
+    if started:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=workers, object_store_memory=2**28)
     try:

@@ -9,10 +9,9 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
-from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -182,11 +181,6 @@ def untrained(model: nn.Module, seed: int = 0) -> nn.Module:
             if hasattr(module, "reset_parameters"):
                 module.reset_parameters()
         return fresh
-
-
-def save(model: nn.Module, path: Path) -> None:
-    """Write the weights in half precision, as a device would download them."""
-    save_file({name: t.half() if t.is_floating_point() else t for name, t in model.state_dict().items()}, path)
 
 
 def pretrained(name: str) -> nn.Module:

@@ -12,21 +12,31 @@ here the head's outputs are computed anew, so that labels may come late and in a
 predict, and a prediction is the personal head's only while that one leads, and only if, were all its open predictions
 wrong, those shown would have at most ``allowance`` errors more than the public model's. Whatever the stream, and
 whenever its labels come, that bound holds. Left out: labels that never come are never forgotten.
+
+**A kill.** :meth:`OnlineLearner.save` writes everything on which the next prediction and the next step depend, and a
+learner that resumes goes on with the same bits. What came since the last save has to come again. If each prediction is
+saved before it is shown, the bound holds over kills as well: what was shown is open until its label is saved.
 """
 
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
+from plpkg import checkpoints
 from plpkg.autonomy.nets import HeadSplit, plain
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import Transfer
 from plpkg.backbones import digest
 from plpkg.results import Tabular
 from plpkg.validation import number, whole_number
+
+FILE = "online.safetensors"
+JUDGED = ("shown", "public", "personal")
+"""Whose predictions each label judges."""
 
 
 class Prediction(NamedTuple):
@@ -140,7 +150,8 @@ class OnlineLearner(Tabular):
         for i, right in zip(ids, classes, strict=True):
             features, public, personal, trusted = self._open.pop(i)
             shown = personal if trusted or self.allowance is None else public
-            self.outcomes.append({"shown": shown == right, "public": public == right, "personal": personal == right})
+            hits = (guess == right for guess in (shown, public, personal))
+            self.outcomes.append(dict(zip(JUDGED, hits, strict=True)))
             self._right.update(self.outcomes[-1])
             self._ready.append((features, right))
             if len(self._ready) == self.batch:
@@ -164,6 +175,54 @@ class OnlineLearner(Tabular):
     def _check(self) -> None:
         if self._moved() != self._versions:
             raise RuntimeError("a parameter of the body has changed: features of open predictions are stale")
+
+    @property
+    def open(self) -> list[int]:
+        """The ids of predictions whose labels have not come."""
+        return list(self._open)
+
+    @property
+    def _identity(self) -> dict:
+        return {"public": self._digest, "lr": self.lr, "batch": self.batch, "allowance": self.allowance}
+
+    def save(self, folder: str | Path) -> None:
+        """Write all that :meth:`resume` needs, its owner's alone: the head, features and classes of open predictions,
+        those that wait for a step, and who was right.
+
+        Raises
+        ------
+        OSError
+            The disk is full, or cannot be written: the last save is as it was.
+        """
+        outcomes = torch.tensor([[row[who] for who in JUDGED] for row in self.outcomes], dtype=torch.bool)
+        state = {
+            "head": list(self.head.parameters()),
+            "open": self._open,
+            "ready": self._ready,
+            "next": self._next,
+            "outcomes": outcomes.reshape(-1, len(JUDGED)),  # (labels, 3)
+        }
+        checkpoints.save(Path(folder, FILE), {"identity": self._identity, "learner": state})
+
+    @torch.no_grad()
+    def resume(self, folder: str | Path) -> bool:
+        """Go on from the last :meth:`save` in this folder, by a learner of the same arguments; whether there is one.
+
+        Raises
+        ------
+        ValueError
+            The file is damaged, or of another public model or other settings: nothing has changed.
+        """
+        saved = checkpoints.load(Path(folder, FILE), self._identity)
+        if saved is None:
+            return False
+        state = saved["learner"]
+        for p, value in zip(self.head.parameters(), state["head"], strict=True):
+            p.copy_(value)
+        self._open, self._ready, self._next = state["open"], state["ready"], state["next"]
+        self.outcomes = [dict(zip(JUDGED, row, strict=True)) for row in state["outcomes"].tolist()]
+        self._right = Counter({who: sum(row[who] for row in self.outcomes) for who in JUDGED})
+        return True
 
     def result(self) -> Transfer:
         """The personal head as it is now, with the model that it makes: to save, and to load elsewhere."""

@@ -35,7 +35,7 @@ class Pruned:
 
 def prune(
     model: nn.Module,
-    example: torch.Tensor | tuple,
+    example: torch.Tensor,
     *,
     keep: Mapping[str, int] | None = None,
     budgets: Sequence[float] | None = None,
@@ -50,7 +50,7 @@ def prune(
     ----------
     model, example
         A chain of Conv2d, Linear, Embedding and LSTM layers, which lose units but for the last one, the classes;
-        BatchNorm and depthwise Conv2d follow. Its input, or a tuple of them.
+        BatchNorm and depthwise Conv2d follow. Its input.
     keep, budgets
         By layer, how many units stay; or what the resource may be, decreasing.
     score, tune, resource
@@ -69,7 +69,6 @@ def prune(
         The model is not such a chain, has no such layer or number of units, weights that are not finite, or cannot meet
         the budget.
     """
-    example = example if isinstance(example, tuple) else (example,)
     sites = _sites(model, example)
     if (keep is None) == (budgets is None):
         raise ValueError(f"give either keep or budgets, got keep={keep!r} and budgets={budgets!r}")
@@ -106,7 +105,7 @@ def _family(model, example, sites, budgets, score, tune, resource, step) -> Iter
         yield deepcopy(best)
 
 
-def macs(model: nn.Module, example: torch.Tensor | tuple) -> int:
+def macs(model: nn.Module, example: torch.Tensor) -> int:
     """The multiplications of a forward pass over the whole example, in Conv2d, Linear and LSTM layers."""
     count = 0
     for _, layer, output in _calls(model, example):
@@ -117,12 +116,7 @@ def macs(model: nn.Module, example: torch.Tensor | tuple) -> int:
     return count
 
 
-def parameters(model: nn.Module) -> int:
-    """The numbers that a model learns; shared ones count once."""
-    return sum(p.numel() for p in model.parameters())
-
-
-def latency(model: nn.Module, example: torch.Tensor | tuple, seconds: float = 0.2) -> float:
+def latency(model: nn.Module, example: torch.Tensor, seconds: float = 0.2) -> float:
     """The median time of a forward pass in eval mode on one CPU thread, in seconds, measured for so many seconds."""
     run = partial(_output, deepcopy(model).eval(), example)
     return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=seconds).median
@@ -158,7 +152,7 @@ def _layout(name: str, layer: nn.Module) -> _Site:
     raise ValueError(f"{name!r} cannot be cut here; an LSTM can, in modules of one layer and direction: {layer}")
 
 
-def _calls(model: nn.Module, example: torch.Tensor | tuple) -> list[tuple]:
+def _calls(model: nn.Module, example: torch.Tensor) -> list[tuple]:
     model, calls = deepcopy(model).eval(), []
     for name, layer in model.named_modules():  # those with weights or statistics of their own
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) or [*layer.parameters(recurse=False)]:
@@ -167,7 +161,7 @@ def _calls(model: nn.Module, example: torch.Tensor | tuple) -> list[tuple]:
     return calls
 
 
-def _sites(model: nn.Module, example: tuple) -> dict[str, _Site]:
+def _sites(model: nn.Module, example: torch.Tensor) -> dict[str, _Site]:
     sites, seen, last = {}, set(), None
     for name, layer, _ in _calls(model, example):
         layout, own = _layout(name, layer), {layer, *layer.parameters(recurse=False)}
@@ -182,7 +176,9 @@ def _sites(model: nn.Module, example: tuple) -> dict[str, _Site]:
     return dict(list(sites.items())[:-1])  # the last layer's units are the classes
 
 
-def _smaller(model, sites: Mapping[str, _Site], keep: Mapping[str, int], example: tuple | None = None) -> nn.Module:
+def _smaller(
+    model, sites: Mapping[str, _Site], keep: Mapping[str, int], example: torch.Tensor | None = None
+) -> nn.Module:
     smaller = deepcopy(model)
     for name, count in keep.items():
         site = sites[one_of("a layer of keep", name, tuple(sites))]
@@ -211,10 +207,10 @@ def _change(model: nn.Module, site: _Site, stay: torch.Tensor, mask: bool = Fals
             setattr(model.get_submodule(name), attribute, old // units * len(stay))
 
 
-def _same(model: nn.Module, site: _Site, stay: torch.Tensor, example: tuple) -> bool:
+def _same(model: nn.Module, site: _Site, stay: torch.Tensor, example: torch.Tensor) -> bool:
     """Whether units cut are units zero; with random weights, since zeros among them would hide a difference."""
     model = deepcopy(model).double().eval()
-    example = tuple(x.double() if torch.is_tensor(x) and x.is_floating_point() else x for x in example)
+    example = example.double() if example.is_floating_point() else example
     for seed, p in enumerate(model.parameters()):
         p.data.normal_(0, p.shape[1:].numel() ** -0.5, generator=torch.Generator(p.device).manual_seed(seed))
     try:
@@ -228,6 +224,6 @@ def _same(model: nn.Module, site: _Site, stay: torch.Tensor, example: tuple) -> 
 
 
 @torch.no_grad()
-def _output(model: nn.Module, example: torch.Tensor | tuple) -> torch.Tensor:
-    output = model(*example) if isinstance(example, tuple) else model(example)
+def _output(model: nn.Module, example: torch.Tensor) -> torch.Tensor:
+    output = model(example)
     return output[0] if isinstance(output, tuple) else getattr(output, "logits", output)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from scipy import ndimage
 
-from plpkg.autonomy.augment import OPERATIONS, STOP_WORDS, augment_images, eda, neighbours
+from plpkg.autonomy.augment import OPERATIONS, STOP_WORDS, augment_images, eda
 
 from preloaded import Process
 from rounding import assert_close, sampling_error
@@ -124,39 +124,6 @@ def test_the_generator_decides_in_any_process():
 def test_wrong_arguments_are_named(given_, message):
     with pytest.raises(ValueError, match=message):
         eda(**dict(sentence=SENTENCE, generator=seeded(), synonyms=synonyms) | given_)
-
-
-def test_neighbours_are_the_nearest_by_cosine():
-    embedding, words = torch.randn(40, 6, generator=seeded()), [f"w{k}" for k in range(40)]
-    source = neighbours(embedding * torch.arange(1, 41)[:, None], words, k=4)  # lengths do not matter
-    rows = embedding.double().numpy()
-    for k in range(40):
-        cosines = [np.dot(r, rows[k]) / np.linalg.norm(r) / np.linalg.norm(rows[k]) for r in rows]
-        nearest = sorted((j for j in range(40) if j != k), key=lambda j: -cosines[j])[:4]
-        assert source(words[k]) == [words[j] for j in nearest]
-    assert source("unknown") == []
-    assert eda(["w3", "unknown"], "synonym", seeded(), synonyms=source)[0] in source("w3")
-
-
-def test_neighbours_of_equals_come_in_order_and_never_the_word():
-    source = neighbours(torch.ones(5, 3), [*"abcde"], k=2)
-    assert (source("a"), source("c")) == (["b", "c"], ["a", "b"])
-
-
-@pytest.mark.parametrize(
-    ("embedding", "k", "message"),
-    [
-        (torch.ones(4, 3), 1, r"the embedding of 5 words must be \(vocab, hidden\), got \(4, 3\)"),
-        (torch.ones(5), 1, r"got \(5,\)"),
-        (torch.ones(5, 3), 5, "k must be between 1 and the other words=4, got 5"),
-        *((torch.eye(5).mul_(x), 1, "the embedding of 'a' is not finite") for x in (math.nan, math.inf, -math.inf)),
-    ],
-)
-def test_neighbours_need_a_row_for_each_word(embedding, k, message):
-    with pytest.raises(ValueError, match=message):
-        neighbours(embedding, [*"abcde"], k)
-    with pytest.raises(ValueError, match="'b' stands twice among the words"):
-        neighbours(torch.ones(5, 3), [*"abcdb"], k=1)
 
 
 def pictures(count=4, channels=2, height=9, width=13, seed=0):

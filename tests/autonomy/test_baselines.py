@@ -8,7 +8,6 @@ import torch
 from plpkg.autonomy import baselines
 from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import logits
-from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import transfer
 from plpkg.corpora.examples import IGNORED, Examples, Person
 from plpkg.counts import Counts
@@ -96,22 +95,20 @@ def test_the_cloud_learns_everybody_s_data_and_customises_it(model, people):
     assert_same(baselines.cloud_customize(model, people, **STEPS), own)
 
 
-@pytest.mark.parametrize("scope", ["head", "norm", "all"])
-def test_one_person_and_one_round_are_that_person_s_learning(scope, model, people):
-    averaged = baselines.fed_avg(model, {"b": people["b"]}, scope=scope, rounds=1, patience=None, **STEPS)
-    alone = transfer(model, people["b"].train, None, scope, patience=None, **STEPS).model
+def test_one_person_and_one_round_are_that_person_s_learning(model, people):
+    averaged = baselines.fed_avg(model, {"b": people["b"]}, rounds=1, patience=None, **STEPS)
+    alone = transfer(model, people["b"].train, None, "all", patience=None, **STEPS).model
     assert_same(averaged, {"b": alone})
 
 
-@pytest.mark.parametrize("scope", ["all", "head"])
-def test_the_mean_is_weighted_by_labels(scope, model, people):
+def test_the_mean_is_weighted_by_labels(model, people):
     del people["c"]
-    state, options = None, STEPS | dict(scope=scope, patience=None)
+    state, options = None, STEPS | dict(scope="all", patience=None)
     for seed, steps in ((6, 3), (7, 4)):  # two rounds of seven steps, each of another order
         options |= dict(start=state, seed=seed, steps=steps)
         a, b = (transfer(model, p.train, None, **options).state for p in people.values())
         state = {key: (8 * a[key] + 12 * b[key]) / 20 for key in a}
-    averaged = baselines.fed_avg(model, people, scope=scope, rounds=2, patience=None, seed=3, **STEPS | dict(steps=7))
+    averaged = baselines.fed_avg(model, people, rounds=2, patience=None, seed=3, **STEPS | dict(steps=7))
     assert averaged["a"] is averaged["b"]
     found = averaged["a"].state_dict()
     for key, value in model.state_dict().items():
@@ -126,8 +123,8 @@ def test_a_mean_of_words_counts_labels_not_samples():
     short.y[:, 1:] = IGNORED
     long.y[:] = 3
     people = {"a": Person(short, short, short), "b": Person(long, long, long)}
-    averaged = baselines.fed_avg(model, people, rounds=1, scope="head", patience=None, **STEPS)["a"]
-    a, b = (transfer(model, each, None, "head", **STEPS).state["head.weight"] for each in (short, long))
+    averaged = baselines.fed_avg(model, people, rounds=1, patience=None, **STEPS)["a"]
+    a, b = (transfer(model, each, None, "all", **STEPS).state["head.weight"] for each in (short, long))
     assert_close(averaged.head.weight.detach(), (6 * a + 36 * b) / 42, TERMS)
 
 
@@ -143,17 +140,6 @@ def test_the_mean_that_was_best_counts(model, people):
         x, guess = person.train.x, logits(model, person.train.x).argmax(-1)
         wrong[name] = Person(Examples(x, (guess + 1) % 10), Examples(x, guess), person.test)
     assert_same(baselines.fed_avg(model, wrong, rounds=1, **settings), dict.fromkeys(people, model))
-
-
-def test_lora_is_averaged_factor_by_factor():
-    model, one, two = learner("llama"), texts(8), texts(8, seed=1)
-    people = {"a": Person(one, one, one), "b": Person(two, two, two)}
-    averaged = baselines.fed_avg(model, people, scope="lora", rounds=1, patience=None, seed=2, **STEPS)["a"]
-    a, b = (transfer(model, each, None, "lora", seed=2, **STEPS).state for each in (one, two))
-    share = one.labels / (one.labels + two.labels)
-    state = {key: share * a[key] + (1 - share) * b[key] for key in a}
-    expected = personal_copy(model, "lora", None, 2, state)[0]
-    assert_close(logits(averaged, one.x).detach(), logits(expected, one.x).detach(), TERMS)
 
 
 def learnt(monkeypatch, scheme, model, people, **settings):
@@ -198,11 +184,11 @@ def test_no_round_reads_what_the_last_one_has_read(scheme, model, monkeypatch):
     assert read > 32 if scheme == "fed_avg" else read == 64
 
 
-def test_averaging_what_one_names_and_then_each_their_own(model, people):
+def test_averaging_and_then_each_their_own(model, people):
     half = STEPS | dict(steps=4)
-    averaged = baselines.fed_avg(model, people, scope="head", rounds=2, **half)["a"]
+    averaged = baselines.fed_avg(model, people, rounds=2, **half)["a"]
     own = {name: transfer(averaged, p.train, p.validation, "all", **half).model for name, p in people.items()}
-    assert_same(baselines.fed_avg_tuned(model, people, scope="head", rounds=2, **STEPS), own)
+    assert_same(baselines.fed_avg_tuned(model, people, rounds=2, **STEPS), own)
 
 
 @pytest.mark.parametrize("rounds", [0, 9, 1.5])
@@ -219,7 +205,7 @@ def writers():
 @pytest.mark.parametrize("name", ["lstm", "llama"])
 def test_counts_mix_what_the_model_says(name, writers):
     model = learner(name)
-    mixed = baselines.counts(model, writers, weights=(1.0, 10.0))
+    mixed = baselines.counts(model, writers)
     assert list(mixed) == list(writers)
     for writer, person in writers.items():
         x, y = person.test.x, person.test.y
@@ -238,17 +224,17 @@ def test_counts_mix_what_the_model_says(name, writers):
 
 
 def test_the_weight_is_the_one_that_suits_the_validation_data(writers):
-    model, weights = learner("lstm"), (0.1, 1.0, 10.0, 100.0)
-    chosen = baselines.counts(model, writers, weights=weights)
+    model = learner("lstm")
+    chosen = baselines.counts(model, writers)
     for writer, person in writers.items():
-        each = [baselines.counts(model, {writer: person}, weights=(weight,))[writer] for weight in weights]
+        each = [baselines.WithCounts(model, chosen[writer].counts, weight) for weight in baselines.WEIGHTS]
         assert chosen[writer].weight == min(each, key=lambda m: evaluate(m, person.validation).loss).weight
 
 
 def test_places_without_a_label_are_counted_as_what_they_are():
     y = torch.tensor([[4, IGNORED, 5, IGNORED, IGNORED], [IGNORED] * 5])
     part = Examples(torch.tensor([[1, 4, 0, 5, 0], [1, 0, 0, 0, 0]]), y)
-    mixed = baselines.counts(learner("lstm"), {"a": Person(part, part, part)}, weights=(1.0,))["a"]
+    mixed = baselines.counts(learner("lstm"), {"a": Person(part, part, part)})["a"]
     expected = Counts([torch.tensor([1, 4, 0, 5])])
     for context, token in (([1, 4], 0), ([4, 0], 5), ([1, 4, 0], 5), ([0, 5], 4)):
         base = torch.zeros(VOCAB).log_softmax(-1)

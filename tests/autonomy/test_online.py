@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from plpkg.autonomy.online import OnlineLearner, head_gradient
+from plpkg.autonomy.online import FILE, OnlineLearner, head_gradient
 from plpkg.autonomy.transfer import load
 from plpkg.backbones import FAMILIES, random_backbone
 from tests.autonomy.conftest import SIZES, images, learner as small_model, same, texts, values
@@ -313,3 +313,67 @@ def test_a_head_that_was_saved_is_loaded_elsewhere(tmp_path):
     assert not torch.equal(before.model(x), online.model(x))
     with pytest.raises(ValueError, match="learnt from a public model"):
         load(network(seed=1), tmp_path)
+
+
+def saved(folder, **settings):
+    """A learner with labels in all states: learnt from, waiting for a step, and open."""
+    learner = OnlineLearner(network(), batch=4, allowance=3, **settings)
+    learner.predict(inputs(20))
+    learner.label(range(3, 13), torch.zeros(10, dtype=torch.int64))
+    learner.save(folder)
+    return learner
+
+
+def test_a_learner_goes_on_from_its_last_save(tmp_path):
+    folder = tmp_path / "new" / "folder"
+    assert not OnlineLearner(network()).resume(folder)
+    first, second = saved(folder), OnlineLearner(network(), batch=4, allowance=3)
+    assert second.resume(folder)
+    assert second.open == first.open == [0, 1, 2, *range(13, 20)]
+    assert second.rows() == first.rows()
+    assert repr(second) == repr(first)
+    with pytest.raises(ValueError, match="no prediction 3 waits for a label"):
+        second.label([3], [0])
+    for each in (first, second):
+        each.label([0, 1], [0, 0])  # with the two that waited they make a step
+        assert each.predict(inputs(9, seed=1)).ids == list(range(20, 29))
+    assert torch.equal(first.head.weight, second.head.weight)
+    assert first.rows() == second.rows()
+    assert [path.name for path in folder.iterdir()] == [FILE]
+    assert (folder / FILE).stat().st_mode & 0o077 == 0
+
+
+def test_another_learner_s_save_and_a_damaged_one_are_refused(tmp_path):
+    saved(tmp_path)
+    for model, changed, message in (
+        (network(seed=1), {}, "holds a run with public="),
+        (network(), {"lr": 0.1}, r"holds a run with lr=0\.5, now 0\.1"),
+        (network(), {"allowance": None}, "holds a run with allowance=3, now None"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            OnlineLearner(model, **dict(batch=4, allowance=3) | changed).resume(tmp_path)
+    path, learner = tmp_path / FILE, OnlineLearner(network(), batch=4, allowance=3)
+    before = learner.head.weight.clone()
+    path.write_bytes(path.read_bytes()[:-9] + bytes([7] * 9))
+    with pytest.raises(ValueError, match="is damaged"):
+        learner.resume(tmp_path)
+    assert torch.equal(learner.head.weight, before)
+    assert (learner.open, learner.rows()) == ([], [])
+
+
+def test_what_was_shown_before_a_kill_is_not_forgotten(tmp_path):
+    """Errors that may be shown stay bounded where the process dies after each prediction, and its label with it."""
+    model, x = network(), inputs(1)
+    public, shown = int(model(x).argmax()), []
+    learner, other = OnlineLearner(model, batch=1, lr=3.0, allowance=3), (public + 1) % CLASSES
+    for count in (30, 1):  # the public prediction is shown, since the personal head does not lead yet
+        prediction = learner.predict(x.repeat(count, 1))
+        assert prediction.classes.tolist() == [public] * count
+        learner.label(prediction.ids, [other] * count)
+    learner.save(tmp_path)
+    for _ in range(12):
+        learner = OnlineLearner(model, batch=1, lr=3.0, allowance=3)
+        learner.resume(tmp_path)
+        shown += learner.predict(x).classes.tolist()
+        learner.save(tmp_path)
+    assert shown == [other] * 3 + [public] * 9

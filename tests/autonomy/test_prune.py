@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from plpkg.autonomy.nets import WordLSTM
-from plpkg.autonomy.prune import Pruned, latency, macs, parameters, prune
+from plpkg.autonomy.prune import Pruned, latency, macs, prune
 from plpkg.backbones import random_backbone
 from tests.autonomy.conftest import Net
 
@@ -21,6 +21,10 @@ from rounding import assert_close
 IMAGE = torch.randn(2, 1, 8, 8, generator=torch.Generator().manual_seed(0))
 IDS = torch.arange(12).reshape(2, 6)
 X = torch.randn(3, 6, generator=torch.Generator().manual_seed(1))
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
 
 
 def words(widths=(8, 12, 10), bias=True):
@@ -186,7 +190,7 @@ def test_a_copy_is_a_module_of_its_size():
     assert_close(exported(IDS).detach(), output(small, IDS), terms=100)
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert torch.equal(output(prune(model, IDS, keep={}), IDS), output(model, IDS))
-    small = prune(model.bfloat16(), (IDS,), keep={"lstm2": 4})
+    small = prune(model.bfloat16(), IDS, keep={"lstm2": 4})
     assert {p.dtype for p in small.parameters()} == {torch.bfloat16}
 
 
@@ -297,7 +301,7 @@ def by_hand(model, example):
     ("model", "example"), [(separable(8, 12, 16), IMAGE), (flattened(), IMAGE), (words(), IDS), (nn.Linear(6, 6), X)]
 )
 def test_macs_are_half_the_operations(model, example):
-    assert macs(model, example) == macs(model, (example,)) == by_hand(model.eval(), example)
+    assert macs(model, example) == by_hand(model.eval(), example)
 
 
 def test_resources_leave_the_model_as_it_is():
@@ -309,7 +313,6 @@ def test_resources_leave_the_model_as_it_is():
     assert not model._forward_hooks
     assert torch.get_num_threads() == threads
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
-    assert parameters(tied()) == parameters(words((8, 12, 8))) - 20 * 8
 
 
 def mlp():
