@@ -84,6 +84,7 @@ def of_litellm(url):
 
 
 def of_langchain(url):
+    from langchain_core.messages import HumanMessage
     from langchain_openai import ChatOpenAI, OpenAI
 
     def chat(**more):
@@ -92,7 +93,12 @@ def of_langchain(url):
     options = dict(model="ann", base_url=f"{url}/v1", api_key="none") | SAID
     yield "chat", lambda: chat().invoke(CHAT).content
     yield "chat, stream", lambda: "".join(part.content for part in chat().stream(CHAT))
-    yield "chat, n", lambda: len({each.text for each in chat(n=2).generate([CHAT]).generations[0]}) == 1
+    yield (
+        "chat, n",
+        lambda: (
+            len({each.text for each in chat(n=2).generate([[HumanMessage(CHAT[0]["content"])]]).generations[0]}) == 1
+        ),
+    )
     yield "chat, stop", lambda: "called" not in chat().invoke(CHAT, stop=[" called"]).content
     yield "chat, tools in the past", lambda: chat(model="smollm2").invoke(TOOLS).content
     yield "chat, usage and logprobs", lambda: bool(chat(logprobs=True).invoke(CHAT).response_metadata["logprobs"])
@@ -125,7 +131,7 @@ def of_lm_eval(url):
             model=model, model_args=arguments | dict(tokenizer_backend="huggingface"), tasks=[common | task],
             task_manager=TaskManager(include_defaults=False), apply_chat_template=True,
         )  # fmt: skip
-        return told["results"][task["task"]][f"{metric},none"] == 1
+        return bool(told["results"][task["task"]][f"{metric},none"] == 1)
 
     yield "chat, evaluated", lambda: score("local-chat-completions", "chat/completions", written, "exact_match")
     yield "complete, evaluated", lambda: score("local-completions", "completions", chosen, "acc")
@@ -158,7 +164,8 @@ def answers(folder: Path, url: str) -> list[dict]:
     rows = []
     for path, names in ((before, ["openai"]), ("", CLIENTS)):
         command = [python, __file__, "--call", url, *names]
-        more = {"PYTHONPATH": path, "TOKENIZER": folder / "tokenizer", "HF_HOME": folder / "hub", "HF_HUB_OFFLINE": "1"}
+        more = {"PYTHONPATH": path, "TOKENIZER": folder / "tokenizer", "TQDM_DISABLE": "1"}
+        more |= {"HF_HOME": folder / "hub", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(command, env=os.environ | more, stdout=subprocess.PIPE, check=True)
         rows += json.loads(done.stdout.splitlines()[-1])
     return rows

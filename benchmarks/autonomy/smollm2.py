@@ -1,10 +1,10 @@
 """A night on SmolLM2-135M-Instruct: three writers and the diary, by the last layer, by LoRA and by PrivateLoRA's M.
 
 A person has 3,000 tokens for training, 600 later ones for validation and at most 3,000 later ones for the test, in
-windows of 128; of the diary the first 70 % of the lines are for training, the next 15 % for validation, the rest for the test.
-A night has 80 steps of four windows, and what was best on the validation tokens counts. The last layer is the public
-model's, tied to its embedding: it is untied first, and trained on features that are computed once. LoRA has rank 8 on
-q and v; M is 64 × 64 at each of the seven projections of every layer. One thread.
+windows of 128; of the diary the first 70 % of the lines are for training, the next 15 % for validation, and the rest
+for the test. A night has 80 steps of four windows, and what was best on the validation tokens counts. The last layer is
+the public model's, tied to its embedding: it is untied first, and trained on features that are computed once. LoRA has
+rank 8 on q and v; M is 64 × 64 at each of the seven projections of every layer. One thread.
 
 * rates: the validation loss of one writer, opacus, by learning rate.
 * nights: nats a token of the test before and after, what is kept (values, and float16 bytes), and CPU seconds. Words:
