@@ -1,46 +1,75 @@
-"""Memory of ``plpkg serve`` while 200 clients come and go: until it is flat, or 300 seconds.
+"""Ten minutes of ``plpkg serve`` with thirty adapters: its memory while clients come and go, and its speed.
 
-A real process on plpkg-small with a folder as its store and 16 random adapters, of which eight have slots. The clients,
-in this process, ask one after the other for an adapter or the backbone, with a prompt that is one of ten or new; a
-third of them stream, a third of those leave after the first token. One more client replaces and deletes an adapter
-again and again. Kept keys and values may take 64 MiB.
+A real process on plpkg-small with a folder as its store and thirty random adapters of rank 8.
 
-* ``memory``: every five seconds what the process has resident, its threads and open files, and how many requests were
-  answered, left or refused until then. Flat: the highest of a minute with 500 answers is less than 1 % above the
-  minute before.
+* ``memory``: 200 clients, in this process, ask one after the other for an adapter or the backbone, with a prompt that
+  is one of ten or new; a third of them stream, a third of those leave after the first token. One more client replaces
+  and deletes an adapter again and again. Every five seconds what the process has resident, its threads and open files,
+  and how many requests were answered, left or refused until then; by ``shared_mib``, what kept keys and values of
+  prompts that begin alike may take (1,024 by default). So what grows with it is that.
+* ``speed``: tokens a second of eight clients that each ask for 24 tokens, again and again, for a minute: of thirty
+  adapters, of the backbone alone; and PEFT with the same adapters in a loop, a request at a time.
 
-Run: ``python -m benchmarks.serving.soak``, up to six minutes; a number of seconds behind it is the most to take.
+Run: ``python -m benchmarks.serving.soak``, 25 minutes.
 """
 
 import asyncio
 import collections
+import contextlib
+import itertools
 import os
 import random
 import re
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import AsyncIterator, Iterator
+from functools import cache, partial
 from pathlib import Path
 
 import httpx
 import torch
+from peft import PeftModel
 
 from benchmarks import record
 from benchmarks.serving.adapters import random_adapter
-from plpkg.adapters import CONFIG, WEIGHTS
+from plpkg.adapters import CONFIG, WEIGHTS, Adapter
 from plpkg.backbones import load_backbone
 
-CLIENTS, ADAPTERS, SLOTS, RANK, SHARED_MIB = 200, 16, 8, 8, 64
-MOST_S, EVERY_S, WINDOW_S = 300, 5, 60
+CLIENTS, ADAPTERS, RANK, SHARED_MIB = 200, 30, 8, (64, 1024)
+SECONDS, EVERY_S = 600, 5
+QUICK, NEW, SPEED_S = 8, 24, 60
+"""Clients of the section ``speed``, tokens of their answers, and for how long."""
 
 
-def process(folder: str) -> tuple[subprocess.Popen, str]:
-    """A service whose store is in the folder, and its address."""
-    options = ["--store", f"{folder}/store", "--listen", "127.0.0.1:0", "--slots", SLOTS, "--shared-mib", SHARED_MIB]
-    command = [sys.executable, "-c", "from plpkg.cli import app; app()", "serve", *map(str, options)]
-    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    return started, re.search(r"http://\S+", started.stdout.readline())[0]
+@contextlib.contextmanager
+def process(shared_mib: int) -> Iterator[tuple[int, str]]:
+    """A service with all adapters in its store: the number of its process, and its address."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = ["--store", f"{folder}/store", "--listen", "127.0.0.1:0", "--shared-mib", str(shared_mib)]
+        service = subprocess.Popen(
+            [sys.executable, "-m", "plpkg", "serve", *options], stdout=subprocess.PIPE, text=True
+        )
+        try:
+            address = re.search(r"http://\S+", service.stdout.readline())[0]
+            for k, adapter in enumerate(adapters()):
+                httpx.post(f"{address}/v1/accounts/local/adapters/a{k}", files=files_of(adapter)).raise_for_status()
+            yield service.pid, address
+        finally:
+            service.terminate()
+            service.wait()
+
+
+@cache
+def adapters() -> list[Adapter]:
+    model, _ = load_backbone("plpkg-small")
+    return [random_adapter(model, seed, RANK) for seed in range(ADAPTERS)]
+
+
+def files_of(adapter: Adapter) -> dict[str, tuple[str, bytes]]:
+    return {part: (part, bytes(adapter.files[part])) for part in (CONFIG, WEIGHTS)}
 
 
 async def client(number: int, address: str, counts: collections.Counter) -> None:
@@ -61,12 +90,11 @@ async def client(number: int, address: str, counts: collections.Counter) -> None
                     counts["answered" if answer.status_code == 200 else "refused"] += 1
 
 
-async def churn(address: str, adapters: list) -> None:
+async def churn(address: str) -> None:
     """Replaces an adapter, and now and then deletes it, until it is cancelled."""
     async with httpx.AsyncClient(base_url=f"{address}/v1/accounts/local/adapters/", timeout=600) as http:
         for k in range(sys.maxsize):
-            files = {part: (part, bytes(adapters[k % len(adapters)].files[part])) for part in (CONFIG, WEIGHTS)}
-            (await http.post("a0", files=files)).raise_for_status()
+            (await http.post("a0", files=files_of(adapters()[k % ADAPTERS]))).raise_for_status()
             await asyncio.sleep(2)
             if k % 3 == 2:
                 (await http.delete("a0")).raise_for_status()
@@ -76,51 +104,86 @@ def resident_mib(pid: int) -> float:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE") / 2**20
 
 
-async def measured(pid: int, address: str, adapters: list, most_s: float) -> list[dict]:
-    async with httpx.AsyncClient(base_url=address, timeout=600) as http:
-        for k, adapter in enumerate(adapters):
-            files = {part: (part, bytes(adapter.files[part])) for part in (CONFIG, WEIGHTS)}
-            (await http.post(f"/v1/accounts/local/adapters/a{k}", files=files)).raise_for_status()
+async def measured(pid: int, address: str) -> AsyncIterator[dict]:
     counts: collections.Counter = collections.Counter()
     tasks = [asyncio.create_task(client(number, address, counts)) for number in range(CLIENTS)]
-    tasks.append(asyncio.create_task(churn(address, adapters)))
-    rows, began, window = [], time.monotonic(), WINDOW_S // EVERY_S
-    while (now := time.monotonic() - began) < most_s:
-        if failed := next((task for task in tasks if task.done()), None):
+    tasks.append(asyncio.create_task(churn(address)))
+    began = time.monotonic()
+    for second in range(0, SECONDS + 1, EVERY_S):
+        await asyncio.sleep(began + second - time.monotonic())
+        for failed in (task for task in tasks if task.done()):
             failed.result()
-        row = {"section": "memory", "second": round(now), "resident_mib": round(resident_mib(pid), 1)}
+        row = {"second": second, "resident_mib": round(resident_mib(pid), 1)}
         row |= {"threads": len(os.listdir(f"/proc/{pid}/task")), "files": len(os.listdir(f"/proc/{pid}/fd"))}
-        rows.append(row | {kind: counts[kind] for kind in ("answered", "left", "refused")})
-        print(rows[-1], flush=True)
-        before, last = rows[-2 * window : -window], rows[-window:]
-        busy = last[-1]["answered"] - last[0]["answered"] >= 500
-        if busy and len(before) == window and peak(last) < 1.01 * peak(before):
-            break
-        await asyncio.sleep(EVERY_S)
+        yield row | {kind: counts[kind] for kind in ("answered", "left", "refused")}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    return rows
 
 
-def peak(rows: list[dict]) -> float:
-    return max(row["resident_mib"] for row in rows)
+async def listed(rows: AsyncIterator[dict]) -> list[dict]:
+    return [row async for row in rows]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model, _ = load_backbone("plpkg-small")
-    adapters = [random_adapter(model, seed, RANK) for seed in range(ADAPTERS)]
+def rows_of_memory(shared_mib: int) -> Iterator[dict]:
+    with process(shared_mib) as running:
+        for row in asyncio.run(listed(measured(*running))):
+            yield {"shared_mib": shared_mib} | row
+
+
+def prompt(number: int) -> str:
+    return f"# {number}\ndef function_{number}(x):\n"
+
+
+async def tokens_per_s(address: str, names: list[str]) -> float:
+    """Of eight clients, each of which asks for its next answer when it has one."""
+    numbers, end = itertools.count(), time.monotonic() + SPEED_S
+
+    async def ask_on(http: httpx.AsyncClient) -> int:
+        tokens = 0
+        while time.monotonic() < end:
+            k = next(numbers)
+            body = dict(model=names[k % len(names)], prompt=prompt(k), max_tokens=NEW)
+            answer = await http.post("/v1/completions", json=body)
+            tokens += answer.json()["usage"]["completion_tokens"]
+        return tokens
+
+    began = time.monotonic()
+    async with httpx.AsyncClient(base_url=address, timeout=600) as http:
+        tokens = sum(await asyncio.gather(*(ask_on(http) for _ in range(QUICK))))
+    return tokens / (time.monotonic() - began)
+
+
+def of_peft() -> float:
+    """Tokens a second of a loop that sets each request's adapter and generates."""
+    model, tokenizer = load_backbone("plpkg-small")
     with tempfile.TemporaryDirectory() as folder:
-        service, address = process(folder)
-        try:
-            most_s = float(sys.argv[1]) if len(sys.argv) > 1 else MOST_S
-            rows = asyncio.run(measured(service.pid, address, adapters, most_s))
-        finally:
-            service.terminate()
-            service.wait()
-    record.write("serving.soak", rows)
+        for k, adapter in enumerate(adapters()):
+            adapter.save(Path(folder, f"a{k}"))
+        adapted = PeftModel.from_pretrained(model, Path(folder, "a0"), adapter_name="a0")
+        for k in range(1, ADAPTERS):
+            adapted.load_adapter(Path(folder, f"a{k}"), adapter_name=f"a{k}")
+    tokens, asked, began = 0, 0, time.monotonic()
+    while time.monotonic() - began < SPEED_S:
+        adapted.set_adapter(f"a{asked % ADAPTERS}")
+        ids = tokenizer(prompt(asked), return_tensors="pt")
+        tokens += adapted.generate(**ids, max_new_tokens=NEW).shape[1] - ids["input_ids"].shape[1]
+        asked += 1
+    return tokens / (time.monotonic() - began)
 
+
+def rows_of_speed() -> Iterator[dict]:
+    torch.set_num_threads(1)
+    with process(64) as (_, address):
+        names = {"thirty adapters": [f"a{k}" for k in range(ADAPTERS)], "the backbone": ["plpkg-small"]}
+        rounds = [{case: asyncio.run(tokens_per_s(address, each)) for case, each in names.items()} for _ in range(3)]
+    speeds = {case: statistics.median(each[case] for each in rounds) for case in names}
+    speeds["PEFT, one at a time"] = of_peft()
+    for case, speed in speeds.items():
+        yield {"case": case, "tokens_per_s": round(speed, 1), "ratio": round(speed / speeds["the backbone"], 3)}
+
+
+SECTIONS = {f"memory: {mib} MiB": partial(rows_of_memory, mib) for mib in SHARED_MIB} | {"speed": rows_of_speed}
 
 if __name__ == "__main__":
-    main()
+    record.sections("serving.soak", SECTIONS, __doc__)
