@@ -27,6 +27,15 @@ TOOLS = [
 ]
 
 
+STOPPED = "Your cat is"
+"""The answer up to what it stops at."""
+
+
+def twice(texts: list[str]) -> bool:
+    """Whether one text came two times: nothing is drawn."""
+    return len(texts) == 2 and texts[0] == texts[1] != ""
+
+
 def of_openai(url):
     """By call, the text that comes, or True."""
     import openai
@@ -52,8 +61,8 @@ def of_openai(url):
     yield "chat", lambda: chat(**talk).choices[0].message.content
     yield "chat, stream", lambda: "".join(e.choices[0].delta.content or "" for e in chat(**talk, stream=True))
     yield "chat, three people", lambda: theirs("ann", "Biscuit") and theirs("bob", "Pepper") and theirs("cem", "Marble")
-    yield "chat, n", lambda: len({choice.message.content for choice in chat(**talk, n=2).choices}) == 1
-    yield "chat, stop", lambda: "called" not in chat(**talk, stop=[" called"]).choices[0].message.content
+    yield "chat, n", lambda: twice([choice.message.content for choice in chat(**talk, n=2).choices])
+    yield "chat, stop", lambda: chat(**talk, stop=[" called"]).choices[0].message.content == STOPPED
     yield (
         "chat, tools in the past",
         lambda: chat(**talk | dict(messages=TOOLS, model="smollm2")).choices[0].message.content,
@@ -74,8 +83,8 @@ def of_litellm(url):
     text = dict(model="text-completion-openai/ann", prompt=PROMPT, api_base=f"{url}/v1", api_key="none") | SAID
     yield "chat", lambda: chat().choices[0].message.content
     yield "chat, stream", lambda: "".join(e.choices[0].delta.content or "" for e in chat(stream=True))
-    yield "chat, n", lambda: len({choice.message.content for choice in chat(n=2).choices}) == 1
-    yield "chat, stop", lambda: "called" not in chat(stop=[" called"]).choices[0].message.content
+    yield "chat, n", lambda: twice([choice.message.content for choice in chat(n=2).choices])
+    yield "chat, stop", lambda: chat(stop=[" called"]).choices[0].message.content == STOPPED
     tools = dict(messages=TOOLS, model="openai/smollm2")
     yield "chat, tools in the past", lambda: chat(**tools).choices[0].message.content
     scored = dict(logprobs=True, top_logprobs=2)
@@ -99,7 +108,7 @@ def of_langchain(url):
             len({each.text for each in chat(n=2).generate([[HumanMessage(CHAT[0]["content"])]]).generations[0]}) == 1
         ),
     )
-    yield "chat, stop", lambda: "called" not in chat().invoke(CHAT, stop=[" called"]).content
+    yield "chat, stop", lambda: chat().invoke(CHAT, stop=[" called"]).content == STOPPED
     yield "chat, tools in the past", lambda: chat(model="smollm2").invoke(TOOLS).content
     yield "chat, usage and logprobs", lambda: bool(chat(logprobs=True).invoke(CHAT).response_metadata["logprobs"])
     yield "complete", lambda: OpenAI(**options).invoke(PROMPT)

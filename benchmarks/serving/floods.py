@@ -6,7 +6,7 @@ for at least 40 requests and ten seconds; wall time on two cores that all share.
 
 * ``ratio``: the flood's 99th percentile over that of all quiet requests of the run. ``answered``: the statuses of the
   flood's bodies.
-* The bodies are full of one thing, and as large as the service takes (4 MiB), but for ``fewer messages`` (32 KiB) and
+* The bodies are full of one thing, and as large as the service takes (1 MiB), but for ``fewer messages`` (32 KiB) and
   ``small`` (4 KiB). Those of ``work`` are legal, 64 prompts of 60 tokens each: they take places in the batch.
 
 Run as ``python -m benchmarks.serving.floods``: about eight minutes.
@@ -27,12 +27,13 @@ import time
 from pathlib import Path
 
 from benchmarks import record
+from plpkg.serving.service.http.door import MAX_BODY_BYTES
 
-CLIENTS, REQUESTS, SECONDS, NEW, BYTES = 3, 40, 10, 12, 2**22
+CLIENTS, REQUESTS, SECONDS, NEW = 3, 40, 10, 12
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 
-def filled(head: str, item: str, tail: str, num_bytes: int = BYTES) -> bytes:
+def filled(head: str, item: str, tail: str, num_bytes: int = MAX_BODY_BYTES) -> bytes:
     """A body with one item as often as there is room."""
     count = (num_bytes - len(head) - len(tail) - 2) // (len(item) + 1)
     return f"{head}{','.join([item] * count)}{tail}".encode()

@@ -7,7 +7,7 @@ is asked. SmolLM2-135M-Instruct, LoRA of rank 8 on q and v, all three in one run
 * answers: right answers of twelve, by whose adapter and by whose facts; ``learnt`` is a wording that was learnt,
   ``another`` the one that was not. Right has the expected word in at most twelve tokens.
 
-Run: ``python -m benchmarks.serving.people_chats`` (half an hour of one core), then ``make checksums``. Writes
+Run: ``python -m benchmarks.serving.people_chats`` (ten minutes of one core), then ``make checksums``. Writes
 ``data/people`` and ``data/measured/serving_people_chats.csv``. Not part of ``make bench``.
 """
 

@@ -193,6 +193,8 @@ class OnlineLearner(Tabular):
         ------
         OSError
             The disk is full, or cannot be written: the last save is as it was.
+        ValueError
+            More predictions are open than a file has room for, hundreds of thousands.
         """
         outcomes = torch.tensor([[row[who] for who in JUDGED] for row in self.outcomes], dtype=torch.bool)
         state = {
@@ -219,7 +221,9 @@ class OnlineLearner(Tabular):
         state = saved["learner"]
         for p, value in zip(self.head.parameters(), state["head"], strict=True):
             p.copy_(value)
-        self._open, self._ready, self._next = state["open"], state["ready"], state["next"]
+        device, self._next = self.head.weight.device, state["next"]
+        self._open = {i: (features.to(device), *rest) for i, (features, *rest) in state["open"].items()}
+        self._ready = [(features.to(device), label) for features, label in state["ready"]]
         self.outcomes = [dict(zip(JUDGED, row, strict=True)) for row in state["outcomes"].tolist()]
         self._right = Counter({who: sum(row[who] for row in self.outcomes) for who in JUDGED})
         return True

@@ -9,14 +9,17 @@ import socket
 import tempfile
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from unittest import mock
 from urllib.parse import urlsplit
 
 import pytest
+from starlette.exceptions import HTTPException
 
 from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits
-from plpkg.serving.service.http import adapters, api, bodies, intake
+from plpkg.serving.service.http import adapters, api, bodies, clients, intake
 from plpkg.serving.service.http.accounts import Keys
 from plpkg.serving.service.http.answers import merged
 from plpkg.serving.service.http.intake import REQUEST_BYTES, Intake
@@ -104,17 +107,85 @@ def test_a_body_that_takes_too_long_is_given_up_and_keeps_its_turn(service, monk
 
     monkeypatch.setattr(intake, "PARSE_S", 0.1)
     monkeypatch.setattr(intake, "parsed", slow)
-    answer = service.client.post("/v1/completions", **large())
-    assert answer.status_code == 429
-    assert "the body could not be read within 0.1 s" in answer.text
-    monkeypatch.setattr(intake, "parsed", parsed)
+    for _ in range(2):  # the second waits for the first one's turn
+        answer = service.client.post("/v1/completions", **large())
+        assert answer.status_code == 429
+        assert "the account's bodies could not be read within 0.1 s" in answer.text
+        assert status(service, "ann") == status(service, "bob") == 200
+    go_on.set()
     monkeypatch.setattr(intake, "PARSE_S", PATIENCE_S)
+    assert service.client.post("/v1/completions", **large()).status_code == 400
+
+
+def test_a_turn_is_given_back_where_no_thread_can_be_started(service, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(intake.PARSER, "submit", mock.Mock(side_effect=RuntimeError("can't start new thread")))
+        assert service.client.post("/v1/completions", **large()).status_code == 500
+    assert service.client.post("/v1/completions", **large()).status_code == 400
+
+
+def test_the_body_of_a_client_that_has_gone_is_not_parsed(service, monkeypatch):
+    begun, go_on, parsed = threading.Event(), threading.Event(), intake.parsed
+    bodies, left = [], []
+
+    def counted(body, kind):
+        bodies.append(body)
+        begun.set()
+        go_on.wait(PATIENCE_S)
+        return parsed(body, kind)
+
+    async def unless_gone(call, work):
+        try:
+            return await clients.unless_gone(call, work)
+        except HTTPException as error:
+            left.append(error)
+            raise
+
+    monkeypatch.setattr(intake, "parsed", counted)
+    monkeypatch.setattr(intake, "unless_gone", unless_gone)
     with ThreadPoolExecutor(1) as thread:
-        later = thread.submit(service.client.post, "/v1/completions", **large())
-        assert service.client.post("/v1/completions", **large("bob")).status_code == 400
-        assert not later.done()
+        first = thread.submit(service.client.post, "/v1/completions", **large())
+        assert begun.wait(PATIENCE_S)
+        for _ in range(3):
+            content = json.dumps(large()["json"]).encode()
+            with unfinished(service, "ann", "/v1/completions", len(content)) as connection:
+                connection.sendall(content)
+        wait_until(lambda: len(left) == 3)
         go_on.set()
-        assert later.result().status_code == 400
+        assert first.result().status_code == 400
+    assert service.client.post("/v1/completions", **large()).status_code == 400
+    assert len(bodies) == 2
+
+
+def test_nothing_is_left_of_a_refused_body_while_its_account_waits(service, monkeypatch):
+    made, alive = [], []
+
+    class Held(dict):
+        """A dictionary that can be watched."""
+
+    def loads(text):
+        value = Held(json.loads(text))
+        made.append(weakref.ref(value))
+        return value
+
+    async def sleep(_):
+        alive.append(sum(each() is not None for each in made))
+
+    monkeypatch.setattr(intake, "json", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(intake, "asyncio", SimpleNamespace(**vars(asyncio) | {"sleep": sleep}))
+    for wrong in (dict(n=-1), dict(unheard_of=1), dict(model="nobody"), {}):  # the last is too long for the model
+        body = large()["json"] | wrong
+        assert service.client.post("/v1/completions", json=body, headers=header("ann")).status_code >= 400
+    assert len(made) == 4
+    assert alive == [0] * 4
+
+
+def test_ids_that_no_model_takes_are_looked_at_once(service, monkeypatch):
+    monkeypatch.setattr(service.replica.engine, "check", checked := mock.Mock())
+    body = dict(model="base", prompt=[1] * 20_000, n=64)
+    answer = service.client.post("/v1/completions", json=body, headers=header("ann"))
+    assert (answer.status_code, "a prompt of 20,000 tokens" in answer.text) == (400, True)
+    assert not checked.called
 
 
 def test_an_accounts_bodies_are_parsed_one_at_a_time_and_nobody_elses_waits(service, monkeypatch):

@@ -130,5 +130,5 @@ async def _wrong_fields(_, error: RequestValidationError) -> Response:
 
 
 def _field(place: tuple) -> str:
-    parts = [str(each) for each in place if each not in bodies.TAGS]
+    parts = [str(each)[:100] for each in place if each not in bodies.TAGS]
     return ".".join(parts) if parts and isinstance(place[0], str) else ""  # a number is where JSON is broken

@@ -9,12 +9,12 @@ import secrets
 from collections.abc import Sequence
 
 from fastapi import APIRouter, Request as Call
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 from plpkg.serving.requests import Request
 from plpkg.serving.service.http import bodies
 from plpkg.serving.service.http.answers import ChatCompletion, Completion, Events, merged, starts, texts
+from plpkg.serving.service.http.clients import unless_gone
 from plpkg.serving.service.http.intake import TOKEN_BYTES, Parsed
 from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
@@ -53,10 +53,12 @@ class Completions:
     async def complete(self, call: Call, body: bodies.Completion) -> Response:
         """Continue one or more texts, or ids."""
         prompts = echoes = body.prompt
+        self._require_few(len(prompts), body.n)
         if isinstance(prompts[0], str):
             self._require_readable(prompts)
             prompts = (await asyncio.to_thread(self._tokenizer, prompts))["input_ids"]
-        elif body.echo:
+        self._require_short(prompts)
+        if body.echo and not isinstance(body.prompt[0], str):
             echoes = await asyncio.to_thread(self._tokenizer.batch_decode, prompts, skip_special_tokens=True)
         echoes = echoes if body.echo else ()
         return await self._answer(call, body, prompts, Completion, COMPLETION_TOKENS, body.logprobs, echoes)
@@ -65,21 +67,38 @@ class Completions:
         """Answer a chat, through the tokenizer's template."""
         if self._tokenizer.chat_template is None:
             raise ValueError(f"the tokenizer of {self._names.base} has no chat template: use /v1/completions")
-        turns = [each.turn for each in body.messages]
-        self._require_readable(["".join(str(each) for turn in turns for each in turn.values())])
-        options = dict(add_generation_prompt=True, return_dict=False)
-        try:
-            ids = await asyncio.to_thread(self._tokenizer.apply_chat_template, turns, **options)
-        except Exception as error:  # the template's: turns in an order that it does not have, say
-            raise ValueError(f"the chat template refuses the messages: {error}") from None
+        self._require_few(1, body.n)
+        ids = await asyncio.to_thread(self._templated, body.messages)
+        self._require_short([ids])
         logprobs = body.top_logprobs if body.logprobs else None
         return await self._answer(call, body, [ids], ChatCompletion, CHAT_TOKENS, logprobs)
+
+    def _templated(self, messages: list[bodies.ChatMessage]) -> list[int]:
+        """The ids of a chat, up to where the answer begins."""
+        turns = [each.turn for each in messages]
+        self._require_readable(["".join(str(each) for turn in turns for each in turn.values())])
+        try:
+            return self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # the template's: turns in an order that it does not have, say
+            raise ValueError(f"the chat template refuses the messages: {error}") from None
 
     def _require_readable(self, texts: list[str]) -> None:
         """Refuse what no tokenizer could make short enough: it would take seconds, and a hundred times its size."""
         longest = max(map(len, texts))
         if longest > self._characters:
             raise ValueError(f"a text of {longest:,} characters does not fit the model's {self._positions:,} positions")
+
+    def _require_short(self, prompts: list[list[int]]) -> None:
+        """Refuse a prompt that no engine takes, before anything is done for each of its answers."""
+        longest = max(map(len, prompts))
+        if longest > self._positions:
+            raise ValueError(f"a prompt of {longest:,} tokens does not fit the model's {self._positions:,} positions")
+
+    @staticmethod
+    def _require_few(prompts: int, n: int) -> None:
+        if prompts * n > MOST_ANSWERS:
+            asked = f"n={n} of {prompts} prompts are {prompts * n} answers"
+            raise ValueError(f"{asked}, at most {MOST_ANSWERS} are allowed")
 
     async def _answer(
         self, call: Call, body: bodies.Settings, prompts: list[list[int]], form: type[Completion], usual: int,
@@ -93,7 +112,7 @@ class Completions:
         prompt_tokens = sum(map(len, prompts))
         self._metrics.prompt.inc(prompt_tokens)
         before = [(each, ()) for each in echoes or [""] * len(prompts)]
-        if scores_prompt and max(map(len, prompts)) <= self._positions:  # or the backend refuses them
+        if scores_prompt:
             values = prompt_tokens * body.n * (logprobs + 1)
             if values > MOST_SCORED:
                 raise ValueError(f"their log-probabilities are {values:,} values, at most {MOST_SCORED:,} are allowed")
@@ -125,10 +144,6 @@ class Completions:
         scores_prompt: bool,
     ) -> list[Request]:  # fmt: skip
         """``n`` for each prompt, each with a seed of its own."""
-        answers = len(prompts) * body.n
-        if answers > MOST_ANSWERS:
-            asked = f"n={body.n} of {len(prompts)} prompts are {answers} answers"
-            raise ValueError(f"{asked}, at most {MOST_ANSWERS} are allowed")
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         settings = dict(temperature=body.temperature, top_p=body.top_p or 1e-9, stop=body.stop)
         settings |= dict(account=call.state.account, score_prompt=scores_prompt)
@@ -150,22 +165,3 @@ async def _again(first, rest):
         yield first
         async for each in rest:
             yield each
-
-
-async def unless_gone(call: Call, work):
-    """The result of work, which is cancelled when the client goes."""
-
-    async def gone() -> None:
-        while (await call.receive())["type"] != "http.disconnect":
-            pass
-
-    tasks = [asyncio.ensure_future(work), asyncio.create_task(gone())]
-    try:
-        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        if not tasks[0].done():
-            raise HTTPException(499, "the client has gone")
-        return tasks[0].result()
-    finally:
-        for each in tasks:
-            each.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

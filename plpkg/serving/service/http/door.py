@@ -9,7 +9,7 @@ from starlette.responses import Response
 from plpkg.serving.service.http.accounts import LOCAL, Keys
 from plpkg.serving.service.http.answers import error_response
 
-MAX_BODY_BYTES = 2**22
+MAX_BODY_BYTES = 2**20
 OPEN = ("/health", "/ping")
 """Answered without a key."""
 

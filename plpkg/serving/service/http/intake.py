@@ -1,16 +1,18 @@
 """What an account's requests hold and cost before they are answered: bytes in memory and on disk, and time to parse.
 
 What a request may hold is claimed when its head has come, and given back at its end: its body, wherever that is kept,
-what its answer may leave unread, and a little for itself. Bytes alone do not say what a body costs to parse: four MiB
-of JSON may be one text, or a million lists. So bodies are parsed beside the event loop, an account's one after the
-other, and after each the account waits in proportion to the time that it took.
+what its answer may leave unread, and a little for itself. Bytes alone do not say what a body costs to parse: a MiB of
+JSON may be one text, or half a million lists. So larger bodies are parsed by one thread beside the event loop, an
+account's one after the other, and after each the account waits in proportion to the time that it took.
 """
 
 import asyncio
+import gc
 import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -20,6 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from plpkg.serving.service.http.answers import refusal
+from plpkg.serving.service.http.clients import unless_gone
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError
 from plpkg.untrusted import require_characters
@@ -27,10 +30,12 @@ from plpkg.untrusted import require_characters
 SMALL = 2**12
 """Bytes of a body that takes less time to parse than a thread takes to begin."""
 PARSE_S = 10
-"""How long a request waits for its body to be parsed."""
+"""How long a request waits until its body is parsed, its account's bodies before it included."""
 PAUSE, REFUSED_S = 9, 0.01
-"""How many times as long as a body took does its account wait for the next one (a parser has the interpreter to itself:
-an account has a tenth of it), and how long, in seconds, after a request that is refused."""
+"""How many times as long as a body took to parse does its account wait for the next one (a parser has the interpreter
+to itself: an account has a tenth of it), and how long, in seconds, after a request that is refused."""
+PARSER = ThreadPoolExecutor(1, "parser")
+REFUSALS = HTTPException, RequestValidationError, ValueError, NotFoundError
 MAX_HELD = 2**29
 """Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
 REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
@@ -89,10 +94,13 @@ class Parsed(APIRoute):
                 if kind:
                     call._json, call._body = await _read(call, kind), b"parsed"  # FastAPI takes what is in _json
                 return await handle(call)
-            except (HTTPException, RequestValidationError, ValueError, NotFoundError):
-                async with call.state.turn:
-                    await asyncio.sleep(REFUSED_S)
-                raise
+            except REFUSALS as error:
+                refused = error.with_traceback(None)
+            # Nothing may keep the parsed body while its account waits: its frames are in the traceback
+            call._json = refused.__context__ = None
+            async with call.state.turn:
+                await asyncio.sleep(REFUSED_S)
+            raise refused
 
         return handler
 
@@ -104,22 +112,37 @@ async def _read(call: Request, kind: type[BaseModel]) -> BaseModel:
     body = await call.body()
     if len(body) <= SMALL:
         return parsed(body, kind)
-    turn, loop = call.state.turn, asyncio.get_running_loop()
+    try:
+        async with asyncio.timeout(PARSE_S):
+            return await unless_gone(call, _in_turn(body, kind, call.state.turn))
+    except TimeoutError:
+        raise OverloadedError(f"the account's bodies could not be read within {PARSE_S} s", 1) from None
+
+
+async def _in_turn(body: bytes, kind: type[BaseModel], turn: asyncio.Lock) -> BaseModel:
+    """Parse a body when its account's turn has come, which it then keeps for a while."""
+    loop, took = asyncio.get_running_loop(), 0.0
 
     def parse() -> BaseModel:
-        began = time.thread_time()
+        nonlocal took
+        began, collects = time.thread_time(), gc.isenabled()
+        gc.disable()  # or it would look through a million new objects again and again, and find nothing
         try:
             return parsed(body, kind)
         finally:
-            pause = PAUSE * (time.thread_time() - began)
-            loop.call_soon_threadsafe(loop.call_later, pause, turn.release)
+            took = time.thread_time() - began
+            if collects:
+                gc.enable()
 
     await turn.acquire()
-    parsing = asyncio.shield(asyncio.to_thread(parse))  # a thread cannot be stopped: it keeps the turn until it ends
     try:
-        return await asyncio.wait_for(parsing, PARSE_S)
-    except TimeoutError:
-        raise OverloadedError(f"the body could not be read within {PARSE_S} s", 1) from None
+        parsing = PARSER.submit(parse)
+    except BaseException:  # no thread can be started
+        turn.release()
+        raise
+    # However it ends, also if it is given up before it begins
+    parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(lambda: loop.call_later(PAUSE * took, turn.release)))
+    return await asyncio.wrap_future(parsing)
 
 
 def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
@@ -127,9 +150,9 @@ def parsed(body: bytes, kind: type[BaseModel]) -> BaseModel:
     try:
         value = json.loads(body.decode("utf-8-sig"))
         require_characters(body, value)
-    except (ValueError, RecursionError) as error:
-        raise RequestValidationError([{"loc": ("body", 0), "msg": f"the body cannot be read: {error}"}]) from None
-    try:
         return kind.model_validate(value)
     except ValidationError as error:
-        raise RequestValidationError([each | {"loc": ("body", *each["loc"])} for each in error.errors()]) from None
+        wrong = [each | {"loc": ("body", *each["loc"])} for each in error.errors(include_input=False)]
+    except (ValueError, RecursionError) as error:
+        wrong = [{"loc": ("body", 0), "msg": f"the body cannot be read: {error}"}]
+    raise RequestValidationError(wrong)

@@ -10,13 +10,13 @@ from plpkg.validation import shown
 
 NEUTRAL = {
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "min_p", "min_tokens"), (0,)),
-    **dict.fromkeys(("ignore_eos", "store"), (False,)),
+    **dict.fromkeys(("ignore_eos", "store", "early_stopping", "safe_prompt"), (False,)),
     **dict.fromkeys(("tools", "functions"), ([],)),
     **dict.fromkeys(("tool_choice", "function_call"), ("none", "auto")),  # there are no tools to choose from
     **dict.fromkeys(("audio", "prediction", "web_search_options"), ()),
     "top_k": (0, -1),
-    "repetition_penalty": (1,),
-    "skip_special_tokens": (True,),
+    **dict.fromkeys(("repetition_penalty", "length_penalty"), (1,)),
+    **dict.fromkeys(("skip_special_tokens", "spaces_between_special_tokens"), (True,)),
     "response_format": ({"type": "text"},),
     "reasoning_effort": ("none",),
     "verbosity": ("medium",),
