@@ -186,7 +186,7 @@ def answers(rows, column: str = "right", ax=None):
     ax = theme.axes(ax, figsize=(8, 3.6))
     full = 100 * rows.loc[rows["share"] == 1, column].mean()
     cut = rows[rows["share"] > 1]
-    cases = list(cut["case"].drop_duplicates())
+    cases = list(cut.sort_values(column, ascending=False)["case"].drop_duplicates())
     said = []
     for offset, marker, (share, some) in zip((0.15, -0.15), "os", cut.groupby("share"), strict=False):
         heights = [len(cases) - 1 - cases.index(case) + offset for case in some["case"]]
@@ -200,7 +200,7 @@ def answers(rows, column: str = "right", ax=None):
     ax.axvline(full, color=STYLES["full"]["color"], lw=1, linestyle="--", label="full cache")
     ax.set(yticks=range(len(cases)), yticklabels=reversed(cases), xlim=(-3, 103))
     ax.set_xlabel("right answers (%), better →; bars: 95 % over ten texts")
-    ax.legend(loc="lower right", fontsize=9)
+    ax.legend(loc="lower right", bbox_to_anchor=(0.95, 0.02), fontsize=9)  # the best stand above, on the right
     return theme.describe(ax, f"Right answers by method. Full cache: {full:.0f} %; {'; '.join(said)}.")
 
 
