@@ -87,7 +87,8 @@ class Adapters:
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], self._model, self._limits)
             before = (await self._store.versions(account)).get(adapter, [])
             version = await self._store.put(account, adapter, made)
-            gone = {*before} - {*(await self._store.versions(account))[adapter]}
+            after = (await self._store.versions(account)).get(adapter, [])  # none, if it was deleted meanwhile
+            gone = {*before} - {*after}
         for each in gone:  # of a full account: nothing is to be left of it in memory
             await self._backend.drop(f"{account}/{adapter}/{each}")
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
