@@ -17,16 +17,13 @@ import http.client
 import json
 import math
 import multiprocessing
-import os
-import signal
-import subprocess
 import sys
-import tempfile
 import threading
 import time
-from pathlib import Path
+from urllib.parse import urlsplit
 
 from benchmarks import record
+from benchmarks.serving.processes import serving
 from plpkg.serving.service.http.door import MAX_BODY_BYTES
 
 CLIENTS, REQUESTS, SECONDS, NEW = 3, 40, 10, 12
@@ -146,18 +143,8 @@ def rows_of(port: int, names) -> list[dict]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder, "keys")
-        keys.write_text(f"good {'good-' * 4}\nhostile {'hostile-' * 3}\n")
-        keys.chmod(0o600)
-        serve = [sys.executable, "-m", "plpkg", "serve", "--listen", "127.0.0.1:0"]
-        environment = os.environ | {"PLPKG_KEYS": str(keys), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, env=environment) as service:
-            try:
-                port = int(service.stdout.readline().rpartition(":")[2])
-                rows = rows_of(port, sys.argv[1:] or FLOODS)
-            finally:
-                service.send_signal(signal.SIGTERM)
+    with serving(keys={"good": "good-" * 4, "hostile": "hostile-" * 3}) as (_, address):
+        rows = rows_of(urlsplit(address).port, sys.argv[1:] or FLOODS)
     record.write("serving.floods", rows)
 
 

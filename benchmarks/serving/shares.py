@@ -15,19 +15,15 @@ import http.client
 import itertools
 import json
 import multiprocessing
-import os
-import signal
 import statistics
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
-from pathlib import Path
+from urllib.parse import urlsplit
 
 from benchmarks import record
 from benchmarks.serving.floods import percentile
+from benchmarks.serving.processes import serving
 
 CLIENTS, REQUESTS, ALONE_S = 40, 100, 30
 LONG = dict(prompt="the array of " * 100, max_tokens=200)
@@ -99,21 +95,12 @@ def good(port: int) -> tuple[list[float], list[float]]:
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder, "keys")
-        keys.write_text(f"good {'g' * 16}\nhostile {'h' * 16}\n")
-        keys.chmod(0o600)
-        serve = [sys.executable, "-m", "plpkg", "serve", "--listen", "127.0.0.1:0"]
-        environment = os.environ | {"PLPKG_KEYS": str(keys), "OMP_NUM_THREADS": "1"}
-        with subprocess.Popen(serve, stdout=subprocess.PIPE, text=True, env=environment) as service:
-            try:
-                port = int(service.stdout.readline().rpartition(":")[2])
-                good(port)  # the first ones are slower
-                alone = good(port)
-                _, per_s, step = beside_the_hostile(port, lambda: time.sleep(ALONE_S))
-                flooded, *_ = beside_the_hostile(port, lambda: good(port))
-            finally:
-                service.send_signal(signal.SIGTERM)
+    with serving(keys={"good": "g" * 16, "hostile": "h" * 16}) as (_, address):
+        port = urlsplit(address).port
+        good(port)  # the first ones are slower
+        alone = good(port)
+        _, per_s, step = beside_the_hostile(port, lambda: time.sleep(ALONE_S))
+        flooded, *_ = beside_the_hostile(port, lambda: good(port))
     rows = []
     for case, (first, between) in {"alone": alone, "beside forty long answers": flooded}.items():
         row = {"section": "first", "case": case, "requests": REQUESTS}

@@ -1,6 +1,6 @@
 """Ten minutes of ``plpkg serve`` with thirty adapters: its memory while clients come and go, and its speed.
 
-A real process on plpkg-small with a folder as its store and thirty random adapters of rank 8.
+A real process on plpkg-small with thirty random adapters of rank 8 in its store, a temporary folder.
 
 * ``memory``: 200 clients, in this process, ask one after the other for an adapter or the backbone, with a prompt that
   is one of ten or new; a third of them stream, a third of those leave after the first token. One more client replaces
@@ -19,9 +19,7 @@ import contextlib
 import itertools
 import os
 import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -35,6 +33,7 @@ from peft import PeftModel
 
 from benchmarks import record
 from benchmarks.serving.adapters import random_adapter
+from benchmarks.serving.processes import serving
 from plpkg.adapters import CONFIG, WEIGHTS, Adapter
 from plpkg.backbones import load_backbone
 
@@ -47,19 +46,10 @@ QUICK, NEW, SPEED_S = 8, 24, 60
 @contextlib.contextmanager
 def process(shared_mib: int) -> Iterator[tuple[int, str]]:
     """A service with all adapters in its store: the number of its process, and its address."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = ["--store", f"{folder}/store", "--listen", "127.0.0.1:0", "--shared-mib", str(shared_mib)]
-        service = subprocess.Popen(
-            [sys.executable, "-m", "plpkg", "serve", *options], stdout=subprocess.PIPE, text=True
-        )
-        try:
-            address = re.search(r"http://\S+", service.stdout.readline())[0]
-            for k, adapter in enumerate(adapters()):
-                httpx.post(f"{address}/v1/accounts/local/adapters/a{k}", files=files_of(adapter)).raise_for_status()
-            yield service.pid, address
-        finally:
-            service.terminate()
-            service.wait()
+    with serving("--shared-mib", str(shared_mib)) as (pid, address):
+        for k, adapter in enumerate(adapters()):
+            httpx.post(f"{address}/v1/accounts/local/adapters/a{k}", files=files_of(adapter)).raise_for_status()
+        yield pid, address
 
 
 @cache

@@ -185,8 +185,8 @@ def answers(rows, column: str = "right", ax=None):
     """
     ax = theme.axes(ax, figsize=(8, 3.6))
     full = 100 * rows.loc[rows["share"] == 1, column].mean()
-    cut = rows[rows["share"] > 1]
-    cases = list(cut.sort_values(column, ascending=False)["case"].drop_duplicates())
+    cut = rows[rows["share"] > 1].sort_values(column, ascending=False)
+    cases = list(cut["case"].drop_duplicates())
     said = []
     for offset, marker, (share, some) in zip((0.15, -0.15), "os", cut.groupby("share"), strict=False):
         heights = [len(cases) - 1 - cases.index(case) + offset for case in some["case"]]

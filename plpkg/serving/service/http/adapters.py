@@ -77,10 +77,8 @@ class Adapters:
         """Keep an adapter, as PEFT writes it; a new version, if there is one of this name."""
         _theirs(call, account)
         self._names.require_possible(adapter)
-        async with (
-            call.form(max_files=2, max_fields=0) as form,
-            self._in_memory[account],
-        ):  # who sends slowly is on disk
+        # The lock comes after the form: what is sent slowly goes to the disk, and nobody waits for it
+        async with call.form(max_files=2, max_fields=0) as form, self._in_memory[account]:
             files = {part: await file.read() for part, file in form.items() if isinstance(file, UploadFile)}
             if set(files) != {CONFIG, WEIGHTS}:
                 raise InvalidAdapterError(f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}")

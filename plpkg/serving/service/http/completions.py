@@ -96,6 +96,7 @@ class Completions:
 
     @staticmethod
     def _require_few(prompts: int, n: int) -> None:
+        """Refuse a request for more answers than one may have, before anything is done for them."""
         if prompts * n > MOST_ANSWERS:
             asked = f"n={n} of {prompts} prompts are {prompts * n} answers"
             raise ValueError(f"{asked}, at most {MOST_ANSWERS} are allowed")

@@ -35,7 +35,9 @@ PAUSE, REFUSED_S = 9, 0.01
 """How many times as long as a body took to parse does its account wait for the next one (a parser has the interpreter
 to itself: an account has a tenth of it), and how long, in seconds, after a request that is refused."""
 PARSER = ThreadPoolExecutor(1, "parser")
+"""One thread for all accounts: a second would wait for the interpreter's lock, and turn the collector on too soon."""
 REFUSALS = HTTPException, RequestValidationError, ValueError, NotFoundError
+"""What a client has brought about, and may try again at once."""
 MAX_HELD = 2**29
 """Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
 REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
