@@ -124,9 +124,8 @@ def killed(code, parts, steps, folder, seed):
     assert ended(code, whole) == 0
     calls, writing, expected = torch.load(whole / "result.pt")
     chance, most = random.Random(seed), {"a step": calls // steps, "a checkpoint": writing}
-    firsts = sorted(
-        chance.sample(range(steps - 3), KILLS)
-    )  # a step's calls may reach into the next, but not to the end
+    # As many calls as a step has on average may reach into the next steps, but not to the end
+    firsts = sorted(chance.sample(range(steps - 3), KILLS))
     places = chance.sample([*most] * (KILLS // 2), KILLS)
     for first, where in zip(firsts, places, strict=True):
         assert ended(code, often, first, where, chance.randint(1, most[where])) == -signal.SIGKILL
