@@ -6,7 +6,7 @@ for the test. A night has 80 steps of four windows, and what was best on the val
 the public model's, tied to its embedding: it is untied first, and trained on features that are computed once. LoRA has
 rank 8 on q and v; M is 64 × 64 at each of the seven projections of every layer. One thread.
 
-* rates: the validation loss of one writer, opacus, by learning rate.
+* rates: the validation loss of one writer, opacus, by learning rate. The other sections take the best.
 * nights: nats a token of the test before and after, what is kept (values, and float16 bytes), and CPU seconds. Words:
   a hundred words of the test, in their contexts; the share that is the first of three suggestions, and among the three.
   A suggestion is one of the three likeliest tokens that begin a word, and what the model greedily puts behind it.
@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator
 from functools import cache, partial
 
+import pandas as pd
 import torch
 from peft import LoraConfig
 from transformers import DynamicCache
@@ -48,9 +49,6 @@ SCOPES = {
     "M": dict(scope="lora", lora=PrivateLoraConfig(r_c2d=64, r_d2c=64, target_modules=EVERYWHERE)),
 }
 RATES = {"head": (1e-4, 3e-4, 1e-3), "LoRA": (1e-3, 3e-3, 1e-2), "M": (3e-3, 1e-2, 3e-2)}
-CHOSEN: dict[str, float] = {}
-"""Of :data:`RATES`, those with the least validation loss in the section ``rates``."""
-
 Mix = Callable[[list[int], torch.Tensor], torch.Tensor]
 """The log-probabilities of what comes after some tokens, by the model's own: ``(vocab,)`` to ``(vocab,)``."""
 
@@ -82,6 +80,12 @@ def night(name: str, case: str, lr: float) -> Transfer:
     return transfer(model, each.train, each.validation, lr=lr, **SCOPES[case], **NIGHT)
 
 
+def chosen_rate(case: str) -> float:
+    """The learning rate with the least validation loss in the section ``rates``."""
+    rows = pd.read_csv(record.DATA / "autonomy_smollm2.csv").query("section == 'rates' and case == @case")
+    return float(rows.loc[rows["loss"].idxmin(), "lr"])
+
+
 def rows_of_rates(case: str) -> Iterator[dict]:
     for lr in RATES[case]:
         made = night("opacus", case, lr)
@@ -98,10 +102,11 @@ def rows_of_nights(name: str, case: str) -> Iterator[dict]:
         mine = baselines.counts(public, {name: person(name)})[name]
         model, mix = public, lambda ids, values: mine.counts.mix(torch.tensor(ids), values, mine.weight)
     else:
-        made = night(name, case, CHOSEN[case])
+        lr = chosen_rate(case)
+        made = night(name, case, lr)
         mine = model = made.model
         values = sum(value.numel() for value in made.state.values())
-        kept = dict(lr=CHOSEN[case], step=made.step, values=values, num_bytes=2 * values)
+        kept = dict(lr=lr, step=made.step, values=values, num_bytes=2 * values)
     seconds = time.process_time() - began
     judged, found = evaluate(mine, person(name).test), suggested(name, model, mix)
     yield dict(case=case, writer=name, cpu_s=seconds, nats=judged.loss, tokens=judged.labels) | kept | found
@@ -167,7 +172,7 @@ def begins_a_word() -> torch.Tensor:
 def rows_of_rows() -> Iterator[dict]:
     public, _ = model_and_tokenizer()
     for name in ("opacus", "diary"):
-        (head,) = night(name, "head", CHOSEN["head"]).state.values()
+        (head,) = night(name, "head", chosen_rate("head")).state.values()
         change = (head - public.get_output_embeddings().weight.detach()).square().sum(1)
         own = torch.zeros(len(change), dtype=torch.bool)
         own[person(name).train.x.unique()] = True
