@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN = $(VENV)/bin
-NOTEBOOKS ?= $(wildcard notebooks/[0-9]*.ipynb)
+LESSONS = $(wildcard notebooks/[0-9]*.ipynb)
+NOTEBOOKS ?= $(LESSONS) $(wildcard notebooks/reports/[0-9]*.ipynb)
 LAB ?=
 DEMO ?=
 SERVE ?=
@@ -15,7 +16,7 @@ NBVAL_OPTIONS = --nbval-current-env --nbval-sanitize-with tests/nbval.cfg --nbva
 EXECUTE = --to notebook --execute --inplace --ExecutePreprocessor.record_timing=False --ExecutePreprocessor.store_widget_state=False
 
 .DEFAULT_GOAL := help
-.PHONY: help install lab demo serve test check ui-test lint notebooks docs student bench claims clients checksums wheel
+.PHONY: help install lab demo serve test check reports ui-test lint notebooks docs student bench claims clients checksums wheel
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
@@ -36,15 +37,19 @@ demo: install ## the explorers' sliders as a page without code; DEMO="--no-brows
 serve: install ## serve SmolLM2 with three people's adapters; STORE=… keeps them elsewhere, SERVE="--replicas 2" adds options
 	$(BIN)/plpkg serve --model smollm2 --store $(STORE) $(patsubst %,--adapter data/people/%,ann bob cem) $(SERVE)
 
-test: lint check ## lint, unit tests, notebook hygiene, and every notebook re-run and compared
+test: lint check ## lint, unit tests, notebook hygiene, and every lesson re-run and compared
 
 check: export OMP_NUM_THREADS = $(or $(PLPKG_TEST_THREADS),1)
 check: install # the notebooks run also where a unit test failed; the corpora are read first, not by two at once
 	@$(BIN)/python -c 'from plpkg import corpora; corpora.public("test")'
 	@$(BIN)/python -m pytest $(PARALLEL) --dist loadfile -p no:nbval -m 'not browser'; tests=$$?; \
-	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) notebooks; notebooks=$$?; \
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) $(LESSONS) notebooks/demo; notebooks=$$?; \
 	echo "exit status: $$tests of the unit tests, $$notebooks of the notebooks"; \
 	exit $$((tests > notebooks ? tests : notebooks))
+
+reports: export OMP_NUM_THREADS = $(or $(PLPKG_TEST_THREADS),1)
+reports: install ## every report re-run and compared, as the lessons by `make test`
+	PYTHONPATH=tests $(BIN)/python -m pytest -n 2 --dist loadscope $(NBVAL) $(NBVAL_OPTIONS) notebooks/reports
 
 ui-test: install ## drive every widget in a real JupyterLab
 	$(BIN)/python -m pytest -m browser tests/ui
@@ -60,8 +65,8 @@ docs: install ## the documentation site, offline, into docs/_build/html
 	rm -rf docs/_build && mkdir -p docs/_build/source
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --jobs 2 -c docs -d docs/_build/doctrees docs/_build/source docs/_build/html
 
-student: install ## the notebooks without outputs and solutions, for a class, into student/
-	$(BIN)/python notebooks/student.py student $(NOTEBOOKS)
+student: install ## the lessons without outputs and solutions, for a class, into student/
+	$(BIN)/python notebooks/student.py student $(LESSONS)
 
 bench: install ## measure, and write data/measured: what takes minutes, not what takes an hour
 	$(BIN)/python -m benchmarks

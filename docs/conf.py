@@ -19,6 +19,7 @@ html_math_renderer = "mathml"
 
 exclude_patterns = ["README.md"]  # index.md includes it
 myst_enable_extensions = ["dollarmath"]
+myst_heading_anchors = 3
 nb_execution_mode = "off"  # the outputs are committed
 nb_mime_priority_overrides = [("*", "application/vnd.jupyter.widget-view+json", None)]  # there is no kernel
 

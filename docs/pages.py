@@ -22,7 +22,9 @@ from plpkg import recorded
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+LESSONS = sorted((ROOT / "notebooks").glob("[0-9]*.ipynb"))
+REPORTS = sorted((ROOT / "notebooks" / "reports").glob("[0-9]*.ipynb"))
+NOTEBOOKS = LESSONS + REPORTS
 MODELS = [
     "smollm2",
     "smollm2-reader",
@@ -43,6 +45,7 @@ TEXTS = [
     "NOTICE",
     "CITATION.cff",
     "docs/tour.md",
+    "docs/glossary.md",
     "data/README.md",
     "data/measured/README.md",
     *(f"data/{model}/README.md" for model in MODELS),
@@ -112,12 +115,13 @@ def names_in(code: str) -> set[str]:
 
 @cache
 def uses() -> dict[str, list[str]]:
-    """For each home the stems of the notebooks that name it, in order."""
+    """For each home the pages of the notebooks that name it, in order: ``02_residual``, ``reports/02_residual``."""
     uses = {}
     for path in NOTEBOOKS:
         cells = nbformat.read(path, as_version=4).cells
+        page = path.relative_to(ROOT / "notebooks").with_suffix("").as_posix()
         for name in names_in("\n".join(cell.source for cell in cells if cell.cell_type == "code")):
-            uses.setdefault(name, []).append(path.stem)
+            uses.setdefault(name, []).append(page)
     return uses
 
 
@@ -135,11 +139,17 @@ def doors() -> dict[str, str]:
 
 def notebooks_of(place: str) -> str:
     """Links to the notebooks that use what has this home; if none does and it is public, to its room's."""
-    stems = uses().get(place, [])
-    if not stems and place in doors():
+    pages = uses().get(place, [])
+    if not pages and place in doors():
         rooms = [room for room in plpkg.ROOMS if doors()[place].startswith(f"plpkg.{room}.")]
-        stems = [f"{plpkg.ROOMS[room][0]}_{last(room)}" for room in sorted(rooms, key=len)[-1:]]
-    return ", ".join(f":doc:`{stem.replace('_', ' ')} </notebooks/{stem}>`" for stem in stems)
+        pages = [f"{plpkg.ROOMS[room][0]}_{last(room)}" for room in sorted(rooms, key=len)[-1:]]
+    return ", ".join(f":doc:`{titled(page)} </notebooks/{page}>`" for page in pages)
+
+
+def titled(page: str) -> str:
+    """``02 residual``, or ``02 residual (report)``."""
+    folder, _, stem = page.rpartition("/")
+    return stem.replace("_", " ") + (" (report)" if folder else "")
 
 
 def add_notebooks(app, what, name, value, options, lines) -> None:
@@ -208,9 +218,16 @@ def copy(path: Path, source: Path) -> None:
     shutil.copy(path, target)
 
 
+def anchored(source: str) -> str:
+    """A text cell whose links to headings of notebooks are as the site has them: JupyterLab keeps their capitals."""
+    return re.sub(r"(\.ipynb#)([^)]+)", lambda link: link[1] + re.sub(r"[^\w-]", "", link[2].lower()), source)
+
+
 def described(notebook):
     """Tell myst-nb the pictures' alternative texts, which it takes from the cell and Jupyter from the output."""
     for cell in notebook.cells:
+        if cell.cell_type == "markdown":
+            cell.source = anchored(cell.source)
         pictures = [output for output in cell.get("outputs", []) if "image/png" in output.get("data", {})]
         alts = [picture.metadata["image/png"]["alt"] for picture in pictures]
         cell.metadata |= {"mystnb": {"image": {"alt": " ".join(alts)}}} if alts else {}
@@ -237,6 +254,7 @@ def write(source: Path) -> None:
     for path in [*(ROOT / text for text in TEXTS), *ROOT.glob("notebooks/figures/*.[ps][nv]g")]:
         copy(path, source)
     shutil.copy(DOCS / "index.md", source)
+    (source / "notebooks" / "reports").mkdir(parents=True, exist_ok=True)
     for path in NOTEBOOKS:
         nbformat.write(described(nbformat.read(path, as_version=4)), source / path.relative_to(ROOT))
     (source / "families.md").write_text(families())

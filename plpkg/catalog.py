@@ -16,7 +16,7 @@ from functools import cache
 from pathlib import Path
 
 from plpkg.results import Tabular
-from plpkg.validation import flag, number, whole_number
+from plpkg.validation import flag, number, one_of, whole_number
 
 
 @dataclass(frozen=True)
@@ -308,6 +308,18 @@ def devices() -> dict[str, Device]:
 def links() -> dict[str, Link]:
     """All links of ``data/links.csv`` by name."""
     return _read(Link, "links.csv")
+
+
+@cache
+def assumptions() -> dict[str, float]:
+    """Figures that several notebooks take for granted, of ``data/assumptions.csv``; a name ends with its unit."""
+    with data_path("assumptions.csv").open(encoding="utf-8", newline="") as file:
+        return {row["name"]: float(row["value"]) for row in csv.DictReader(file)}
+
+
+def assumed(name: str) -> float:
+    """One of :func:`assumptions`: ``assumed("phone_battery_j")``. ValueError if there is none of that name."""
+    return assumptions()[one_of("name", name, tuple(assumptions()))]
 
 
 def _look_up(kind: str, cls, known: dict, name):

@@ -1,4 +1,4 @@
-"""The frame of every widget: labelled controls, a read-out in words, a figure; without a kernel the same as a page.
+"""The frame of every widget: a question, labelled controls, a read-out in words, a figure; without a kernel a page.
 
 A room supplies three functions, each testable without a browser: ``compute(**values)`` gives a
 result, ``read_out(result)`` puts it in a sentence, ``draw(result, ax)`` draws it.
@@ -15,6 +15,27 @@ import ipywidgets
 
 from plpkg import theme
 
+STYLE = """<style>
+.plpkg-explorer { container-type: inline-size; width: 100%; }
+.plpkg-explorer p { line-height: 1.5; margin: 0.4em 0; }
+.plpkg-explorer img { transition: opacity 0.2s; }
+.plpkg-explorer:has(.plpkg-computing) img { opacity: 0.3; }
+.plpkg-earlier { animation: plpkg-hide 0s 0.2s forwards; }
+.plpkg-computing { animation: plpkg-show 0s 0.2s forwards; position: absolute; top: 0; visibility: hidden; }
+@keyframes plpkg-hide { to { visibility: hidden; } }
+@keyframes plpkg-show { to { visibility: visible; } }
+@container (max-width: 30rem) {
+  .plpkg-explorer .widget-inline-hbox { flex-wrap: wrap; height: auto; }
+  .plpkg-explorer .widget-label { flex: 1; text-align: left; width: auto !important; }
+  .plpkg-explorer .widget-checkbox > .widget-label { display: none; }
+  .plpkg-explorer .widget-readout { max-width: none; text-align: right; }
+  .plpkg-explorer .slider-container { flex: 1 1 90%; order: 1; }
+  .plpkg-explorer .widget-text > input { flex: 1 1 90%; }
+}
+</style>"""
+"""A narrow explorer has each label and value above its slider. The sign that it computes takes the place of the earlier
+sentence, which keeps its height. It waits for 0.2 s: what takes less would only flicker, also for a screen reader."""
+
 
 class Explorer(ipywidgets.VBox):
     """Controls that recompute a result, a sentence and a figure whenever one of them moves.
@@ -26,6 +47,8 @@ class Explorer(ipywidgets.VBox):
         descriptions carry the unit.
     compute, read_out, draw
         The room's functions, as above.
+    question
+        What moving the controls answers; shown above them.
 
     Attributes
     ----------
@@ -41,26 +64,29 @@ class Explorer(ipywidgets.VBox):
         compute: Callable,
         read_out: Callable[[object], str],
         draw: Callable,
+        question: str = "",
     ) -> None:
         if len(controls) > 4:
             raise ValueError(f"an explorer has at most 4 controls, got {len(controls)}: {', '.join(controls)}")
         self._functions = compute, read_out, draw
         self._drawn = None
         self.controls = controls
+        self.question = question
         self._sentence = ipywidgets.HTML()
         self._sentence.add_class("plpkg-read-out")
-        # A fixed height keeps the page from jumping while the figure is redrawn.
-        self._image = ipywidgets.HTML(layout={"height": "390px"})
+        self._image = ipywidgets.HTML()
         for control in controls.values():
             # Relative, so that label, slider and value all fit where the window is narrow.
             control.style.description_width = "min(14em, 45%)"
             control.layout.width, control.layout.max_width = "98%", "46em"
             if hasattr(control, "continuous_update"):
                 control.continuous_update = False
-        self._update()
+        self._draw()
+        self._say()
         for control in controls.values():
             control.observe(self._update, "value")
-        super().__init__([*controls.values(), self._sentence, self._image])
+        head = ipywidgets.HTML(STYLE + self._asked())
+        super().__init__([head, *controls.values(), self._sentence, self._image])
         self.add_class("plpkg-explorer")
 
     @property
@@ -68,25 +94,42 @@ class Explorer(ipywidgets.VBox):
         """What the controls say now."""
         return {name: control.value for name, control in self.controls.items()}
 
-    def _update(self, change=None) -> None:
+    def _asked(self) -> str:
+        return f"<p><strong>{escape(self.question)}</strong></p>" if self.question else ""
+
+    def _update(self, change) -> None:
+        if self.values == self._drawn:  # one control has moved another, which drew both
+            return
+        # The browser has this before the result: a widget sends what is set at once, from a thread of its own.
+        self._sentence.value = (
+            f"<p class='plpkg-earlier' aria-hidden='true'>{escape(self.text)}</p>"
+            "<p class='plpkg-computing' role='status'>computing …</p>"
+        )
+        try:
+            self._draw()
+        finally:
+            self._say()
+
+    def _say(self) -> None:
+        self._sentence.value = f"<p role='status'>{escape(self.text)}</p>"
+
+    def _draw(self) -> None:
         import matplotlib.pyplot as plt
 
         values = self.values
-        if values == self._drawn:  # one control has moved another, which drew both
-            return
         compute, read_out, draw = self._functions
         self.result = compute(**values)
         self.text = read_out(self.result)
         figure, ax = plt.subplots()
         try:
             draw(self.result, ax)
-            # ipywidgets' own image takes no alternative text.
+            # ipywidgets' own image takes no alternative text. The ratio keeps the picture's place until it is decoded.
             picture = f"data:image/png;base64,{b64encode(theme.png(figure)).decode()}"
-            style = "height: 380px; max-width: 100%; object-fit: contain; object-position: left top"
+            width, height = figure.get_size_inches() * figure.dpi
+            style = f"aspect-ratio: {width:g} / {height:g}; display: block; max-width: {width:g}px; width: 100%"
             self._image.value = f'<img alt="{escape(theme.alt(figure))}" style="{style}" src="{picture}">'
         finally:
             plt.close(figure)
-        self._sentence.value = f"<p role='status' aria-live='polite'>{escape(self.text)}</p>"
         self._drawn = values
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
@@ -102,7 +145,7 @@ class Explorer(ipywidgets.VBox):
             for tag, texts in (("th", positions), ("td", positions.values()))
         )
         table = f"<table><thead><tr>{head}</tr></thead><tbody><tr>{row}</tr></tbody></table>"
-        return f"{table}<p>{escape(self.text)}</p>{self._image.value}"
+        return f"{self._asked()}{table}<p>{escape(self.text)}</p>{self._image.value}"
 
     @staticmethod
     def _shown(control: ipywidgets.Widget) -> str:

@@ -1,5 +1,7 @@
 """What ``benchmarks/`` measured, as tables. Every number is *measured (recorded)*."""
 
+from collections.abc import Mapping
+
 from plpkg import catalog
 from plpkg.validation import one_of
 
@@ -32,6 +34,53 @@ def section(name: str, title: str):
         raise ValueError(f"{name} has no sections: catalog.measured({name!r}) is all of it")
     rows = rows[rows["section"] == one_of("title", title, tuple(rows["section"].unique()))]
     return rows.drop(columns=list(ORIGIN), errors="ignore").dropna(axis=1, how="all").reset_index(drop=True)
+
+
+def table(name: str, rows: Mapping[str, Mapping], columns: Mapping[str, str], **same):
+    """Some rows of a benchmark, under names of their own: how lessons show what was recorded.
+
+    Parameters
+    ----------
+    name
+        The benchmark, as for :func:`plpkg.catalog.measured`.
+    rows
+        By each row's new name, the values that find it: ``{"in the first week": {"week": 1}}``.
+    columns
+        By each column's new name, that of the benchmark. Where the new name has a ``%``, shares of 1 are shown as
+        percentages.
+    **same
+        Values that all rows have.
+
+    Returns
+    -------
+    pandas.DataFrame
+        Numbers with three digits, and whole from 100 on.
+
+    Raises
+    ------
+    ValueError
+        No row of the benchmark has a row's values, or several have.
+    """
+    import pandas as pd
+
+    measured = catalog.measured(name)
+    shown = {}
+    for title, values in rows.items():
+        found = measured
+        for column, value in (same | values).items():
+            found = found[found[column] == value]
+        if len(found) != 1:
+            raise ValueError(f"{len(found)} rows of {name} have {same | values}; a table's row is one")
+        row = found.iloc[0]
+        shown[title] = [_shown(100 * row[column] if "%" in new else row[column]) for new, column in columns.items()]
+    return pd.DataFrame.from_dict(shown, orient="index", columns=list(columns))
+
+
+def _shown(value: object) -> object:
+    """Three digits of a number, and whole from 100 on."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:,.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"
 
 
 def half_width(values) -> float:

@@ -1,5 +1,6 @@
 """The catalog against transformers itself: every shape is rebuilt without storage and counted."""
 
+import csv
 from dataclasses import replace
 from pathlib import Path
 
@@ -367,3 +368,19 @@ def test_published_is_a_frame_and_names_known_models():
         assert set(catalog.published(path.stem).get("model", [])) <= set(catalog.models()), path.name
     assert (catalog.link("5g-published").rtt_s, catalog.link("5g").rtt_s) == (0, 0.033)
     assert catalog.link("5g").uplink_bits_per_s == catalog.link("5g-published").uplink_bits_per_s == 60e6
+
+
+def test_what_notebooks_assume_is_named_with_its_unit_and_its_source():
+    names = set(catalog.assumptions())
+    assert catalog.assumed("phone_battery_j") == 50e3
+    with pytest.raises(ValueError, match="'phone_battery'"):
+        catalog.assumed("phone_battery")
+    with catalog.data_path("assumptions.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert {row["name"] for row in rows} == names
+    assert all(row["label"] in ("reported", "computed", "assumed") and row["source"] for row in rows)
+
+
+def test_the_share_of_its_flops_that_a_phone_reaches_is_what_its_source_says():
+    reached = 58.2 * 2 * catalog.model("llama-2-7b").parameters / catalog.device("apple-a15").flops_per_s
+    assert catalog.assumed("phone_flops_share") == pytest.approx(reached, abs=0.005)

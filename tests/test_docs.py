@@ -40,6 +40,11 @@ def test_names_that_are_only_imported_or_somebody_elses_are_not_used(pages):
     assert pages.names_in("from plpkg.communication import low_rank\nimport numpy as np\nnp.ones(2)") == set()
 
 
+def test_links_to_headings_are_as_the_site_has_them(pages):
+    link = "[see](reports/01_communication.ipynb#What-the-connection-adds) and [that](../docs/glossary.md#nat)"
+    assert pages.anchored(link) == link.replace("What-the-connection-adds", "what-the-connection-adds")
+
+
 def described(pages, name, value, what="function"):
     lines = ["What it says."]
     pages.add_notebooks(None, what, name, value, {}, lines)
@@ -64,14 +69,16 @@ def test_the_hook_links_a_name_to_the_notebooks_that_use_it_or_to_that_of_its_ro
 
 
 def test_every_notebook_is_linked_from_a_name_that_it_uses(pages):
-    assert {stem for stems in pages.uses().values() for stem in stems} == {path.stem for path in pages.NOTEBOOKS}
+    named = {page for those in pages.uses().values() for page in those}
+    folder = ROOT / "notebooks"
+    assert named == {path.relative_to(folder).with_suffix("").as_posix() for path in pages.NOTEBOOKS}
     assert "02_residual" in pages.uses()["plpkg.residual.config.PrivateLoraConfig"]
 
 
 def test_the_pages_are_the_notebooks_the_texts_and_a_page_a_module(pages, tmp_path):
     pages.write(tmp_path)
     for path in pages.NOTEBOOKS:
-        copy = nbformat.read(tmp_path / "notebooks" / path.name, as_version=4)
+        copy = nbformat.read(tmp_path / path.relative_to(ROOT), as_version=4)
         for cell, original in zip(copy.cells, nbformat.read(path, as_version=4).cells, strict=True):
             assert cell.get("outputs") == original.get("outputs")
             for output in cell.get("outputs", []):

@@ -23,7 +23,21 @@ SLIPS = [
     ("clipping.crossover_positions", 384, 100, "too small"),
     ("communication.kv_heads", 3145.728, 6291.456, "keys and values have only 8 heads"),
     ("communication.half_from_endpoints", 42.7, 128, "counts one projection"),
+    ("communication.half_from_endpoints", 42.7, 21.3, "compares one end point"),
+    ("communication.half_from_endpoints", 42.7, 85.3, "compares both end points"),
+    ("communication.kv_heads", 3145.728, 393.216, "another unit"),
+    ("communication.kv_heads", 3145.728, 1048.576, "the query comes up as well"),
+    ("communication.kv_heads", 3145.728, 98.304, "one layer"),
+    ("communication.kv_heads", 3145.728, 2097.152, "the query projection alone"),
+    ("communication.kv_heads", 3145.728, 5242.88, "both directions"),
+    ("communication.kv_heads", 3145.728, 196.608, "thousands of values"),
     ("communication.round_trips", 820, 41, "one pass"),
+    ("communication.round_trips", 820, 20, "that is the passes"),
+    ("communication.round_trips", 820, 801, "in every pass"),
+    ("communication.round_trips", 820, 800, "each pass has one more"),
+    ("communication.round_trips", 820, 840, "messages 1 and 4 are missing"),
+    ("communication.round_trips", 820, 4920, "crosses in one pass"),
+    ("communication.round_trips", 820, 1640, "is one round trip"),
     ("communication.round_trips", 820, 861, "already gives the first"),
     ("residual.tokens_until_m", 64, 4096, "how many entries"),
     ("residual.tokens_until_m", 64, 96, "in practice"),
@@ -31,14 +45,21 @@ SLIPS = [
     ("residual.tokens_until_m", 64, 1, "a single u"),
     ("residual.late_round_trips", 17, 33, "its own answer"),
     ("residual.late_round_trips", 17, 16, "one more"),
+    ("residual.late_round_trips", 17, 18, "wait together"),
+    ("residual.late_round_trips", 17, 32, "folded"),
     ("residual.late_round_trips", 17, 5, "too small"),
     ("retention.peak_units", 17_408, 16_384, "left after a cut"),
     ("retention.peak_units", 17_408, 16_484, "left at the end"),
     ("retention.peak_units", 17_408, 131_072, "full cache"),
+    ("retention.peak_units", 17_408, 18_884, "the stabilizers are among"),
+    ("retention.peak_units", 17_408, 19_908, "the stabilizers are among"),
     ("retention.peak_units", 17_408, 17_508, "has been cut"),
     ("retention.peak_units", 17_408, 12, "too small"),
     ("serving.adapters_per_backbone", 1607, 3213, "an A and a B"),
+    ("serving.adapters_per_backbone", 1607, 12_852, "the rank is missing"),
     ("serving.adapters_per_backbone", 1607, 803, "two projections"),
+    ("serving.adapters_per_backbone", 1607, 1071, "two projections"),
+    ("serving.adapters_per_backbone", 1607, 6.28, "the whole update"),
     ("serving.adapters_per_backbone", 1607, 51_410, "32 layers"),
     ("serving.adapters_per_backbone", 1607, 500, "too small"),
     ("serving.service.share_in_slots", 57.5, 8, "asked for alike"),
@@ -48,6 +69,8 @@ SLIPS = [
     ("throughput.rtt_for_half", 1.12, 0.00112, "another unit"),
     ("throughput.rtt_for_half", 1.1, 1.09, "figure accounting"),
     ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),
+    ("throughput.rtt_for_half", 1.12, 0.56, "twice the time"),
+    ("throughput.rtt_for_half", 1.12, 1.0, "now compute it"),
     ("throughput.rtt_for_half", 1.14, 1.156, "one more round trip"),
 ]
 
@@ -71,6 +94,13 @@ def gradient_of_x(g, downs, ups, scales, segments, scaled=True):
     return dx
 
 
+def one_segment_for_each_owner(owners, lengths, drop=()):
+    spans = {}
+    for start, stop, owner in segments(owners, lengths):
+        spans[owner] = spans.get(owner, (start,))[0], stop
+    return [(*span, owner) for owner, span in spans.items() if owner not in drop]
+
+
 def bound(waiting, k, patience_s, longest_s, of=set):
     return patience_s + waiting[: k + 1].count(waiting[k]) * len(of(waiting)) * longest_s
 
@@ -84,6 +114,10 @@ def strict(members, others):
     return sum(a[1] - a[0] > b[1] - b[0] for a in members for b in others) / len(members) / len(others)
 
 
+def mean_fall(texts):
+    return sum(without - with_it for with_it, without in texts) / len(texts)
+
+
 def gram_norm(a, g, bias=1):
     return ((g @ g.mT) * (a @ a.mT + bias)).sum((1, 2))
 
@@ -92,9 +126,14 @@ def built(a, g):
     return ((g.mT @ a) ** 2).sum((-2, -1)) + (g.sum(-2) ** 2).sum(-1)
 
 
-def clipped_sum(a, g, norms, C, most=1.0):
-    factors = (C / norms).clamp(max=most)
+def clipped_sum(a, g, norms, C, most=1.0, factors=None):
+    factors = (C / norms).clamp(max=most) if factors is None else factors
     return (factors[:, None, None] * g).flatten(0, 1).T @ a.flatten(0, 1)
+
+
+def sum_clipped_as_one(a, g, norms, C):
+    total = torch.einsum("btp,btd->pd", g, a)
+    return total * min(1, C / float(total.norm()))
 
 
 def averaged(states, labels):
@@ -113,6 +152,13 @@ def guarded(public, personal, right, allowance, lead=0):
 
 def token_bytes(hidden, num_layers, rank, bits, projections=3):
     return ((hidden + projections * num_layers * rank) * bits / 8,) * 2
+
+
+def follows(received, rules, passes=99, enough=all):
+    known = set(received)
+    for _ in range(passes):
+        known |= {conclusion for needed, conclusion in rules if enough(each in known for each in needed)}
+    return known
 
 
 def turns(directions):
@@ -135,11 +181,17 @@ def best_units(scores, budget, stabilizers, in_order=True):
     return best.sort().values if in_order else best
 
 
-def labels(q, k, scale=True, how="amax", interleaved=False):
+def stabilizers_chosen_twice(scores, budget, stabilizers):
+    n = scores.shape[1]
+    last = torch.arange(n - stabilizers, n).expand(len(scores), -1)
+    return torch.cat([best_units(scores, budget - stabilizers, 0), last], 1)
+
+
+def labels(q, k, scale=True, how="amax", repeat=False, far=False, of=lambda logits: logits):
     group = len(q) // len(k)
-    keys = k.repeat(group, 1, 1) if interleaved else k.repeat_interleave(group, dim=0)
-    logits = q @ keys.transpose(1, 2) / (q.shape[-1] ** 0.5 if scale else 1)
-    logits = logits.unflatten(0, (group, -1)).transpose(0, 1) if interleaved else logits.unflatten(0, (-1, group))
+    keys = k.repeat(group, 1, 1) if repeat else k.repeat_interleave(group, dim=0)
+    logits = of(q @ keys.transpose(1, 2) / (q.shape[-1] ** 0.5 if scale else 1))
+    logits = logits.unflatten(0, (group, -1)).transpose(0, 1) if far else logits.unflatten(0, (-1, group))
     return getattr(logits, how)(dim=(1, 2))
 
 
@@ -171,6 +223,32 @@ def keeps_the_guess(guesses, choices):
     return [*written[:-1], guesses[len(written) - 1]] if len(written) <= len(guesses) else written
 
 
+def peeks(public, personal, right, allowance):
+    shown, lead, spent = [], 0, 0
+    for one, other, truth in zip(public, personal, right, strict=True):
+        lead += (other == truth) - (one == truth)
+        shown.append(other if lead > 0 and spent < allowance else one)
+        spent += (one == truth) - (shown[-1] == truth)
+    return shown
+
+
+def sees_who_is_right(public, personal, right, allowance):
+    return [other if other == truth else one for one, other, truth in zip(public, personal, right, strict=True)]
+
+
+def pays_for_every_error(public, personal, right, allowance, own=True):
+    shown, lead, spent = [], 0, 0
+    for one, other, truth in zip(public, personal, right, strict=True):
+        shown.append(other if lead > 0 and spent < allowance else one)
+        lead += (other == truth) - (one == truth)
+        spent += shown[-1] != truth if own else (one == truth) - (other == truth)
+    return shown
+
+
+def pays_unseen_errors(*case):
+    return pays_for_every_error(*case, own=False)
+
+
 FUNCTIONS = [  # the right function above is called as its checker is
     ("communication.token_bytes", lambda h, *a: token_bytes(0, *a), "the embedding goes up"),
     ("communication.token_bytes", lambda *a: token_bytes(*a, projections=1), "each have a residual"),
@@ -178,13 +256,35 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("communication.token_bytes", lambda *a: 2 * token_bytes(*a)[0], "both directions together"),
     ("communication.token_bytes", lambda *a: token_bytes(*a)[0], "a tuple (up, down)"),
     ("communication.token_bytes", lambda *a: list(token_bytes(*a)), "a tuple (up, down)"),
+    ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, r, 8), "bits / 8 bytes"),
+    ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, h, b), "not hidden ones"),
+    ("communication.token_bytes", lambda h, n, *a: token_bytes(h * n, n, *a), "not in every layer"),
+    ("communication.token_bytes", lambda h, *a: token_bytes(2 * h, *a), "one end point"),
+    ("communication.follows", lambda received, rules: list(follows(received, rules)), "a set is wanted"),
+    ("communication.follows", lambda received, rules: follows(received, rules) - received, "is known, too"),
+    ("communication.follows", lambda received, rules: follows(received, rules, passes=1), "until nothing new follows"),
+    ("communication.follows", lambda received, rules: follows(received, rules, enough=any), "not one of it"),
     ("communication.turns", lambda d: d.count("up"), "wait only once"),
     ("communication.turns", lambda d: 2 * turns(d), "one round trip"),
     ("communication.turns", len, "one round trip"),
+    ("communication.turns", lambda d: len(d) // 2, "wait only once"),
+    ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)) // 2, "the first message begins"),
     ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)), "one round trip"),
     ("throughput.roofline", lambda *a: roofline(*a, of=min), "not the shorter"),
     ("throughput.roofline", lambda *a: roofline(*a, of=sum), "not the sum"),
     ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 8 * b, *a), "8 bits"),
+    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 8, *a), "bits / 8 bytes"),
+    ("throughput.roofline", lambda p, n, *a: roofline(p, 1, *a), "at many positions"),
+    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 0, *a), "at few positions"),
+    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, b * n, *a), "once for all positions"),
+    ("throughput.roofline", lambda p, n, b, r, f: roofline(p, n, b, r, 2 * f), "two operations"),
+    ("throughput.break_even", lambda t, n, p: (t - p) / (1 + n), "not speeds"),
+    ("throughput.break_even", lambda t, n, p: 1 / (t - p) / (1 + n), "not speeds"),
+    ("throughput.break_even", lambda t, n, p: 1 / (t + p), "not speeds"),
+    ("throughput.break_even", lambda t, n, p: break_even(p, n, t), "the other way round"),
+    ("throughput.break_even", lambda t, n, p: break_even(t, 2 * n + 1, p), "there and back"),
+    ("throughput.break_even", lambda t, n, p: break_even(t, 0, p), "one round trip a token"),
+    ("throughput.break_even", lambda t, n, p: break_even(math.inf, n, p), "its own time"),
     ("throughput.break_even", lambda t, n, p: break_even(t, n - 1, p), "one more round trip"),
     ("throughput.break_even", lambda *a: 1e3 * break_even(*a), "not milliseconds"),
     ("autonomy.averaged", lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
@@ -195,15 +295,31 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ),
     ("autonomy.averaged", lambda s, n: {}, "the keys of the states"),
     ("autonomy.averaged", lambda s, n: dict.fromkeys(s[0], math.nan), "Not yet"),
-    ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, len(right)), "Not yet"),
+    (
+        "autonomy.averaged",
+        lambda s, n: {k: sum(each[k] for each in s) for k in s[0]},
+        "divide by the number of all lab",
+    ),
+    (
+        "autonomy.averaged",
+        lambda s, n: {k: v * sum(n) / len(n) for k, v in averaged(s, n).items()},
+        "all labels, not of people",
+    ),
+    ("autonomy.guarded", peeks, "the label is told after"),
+    ("autonomy.guarded", sees_who_is_right, "the label is told after"),
+    ("autonomy.guarded", lambda public, *a: public, "also while the public model is shown"),
+    ("autonomy.guarded", pays_for_every_error, "an error that the public model makes as well"),
+    ("autonomy.guarded", pays_unseen_errors, "nothing stops it"),
     ("autonomy.guarded", lambda *a: guarded(*a, lead=1), "lead > 0"),
     ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, a + 1), "spent < allow"),
-    ("autonomy.guarded", lambda public, personal, right, a: personal, "Not yet"),
+    ("autonomy.guarded", lambda public, personal, right, a: personal, "the personal head alone"),
+    ("autonomy.guarded", lambda public, personal, right, a: [1 - truth for truth in right], "errors more than the pub"),
+    ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, 99), "nothing stops it"),
     ("autonomy.guarded", lambda public, personal, right, a: [], "a list of"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sqrt(), "their squares"),
     ("clipping.gram_norm", lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
     ("clipping.gram_norm", lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sum(), "It gives 120.159, not ["),
+    ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sum(), "a number, not a tensor of shape (4,)"),
     ("clipping.gram_norm", built, "leave it unbuilt"),
     (
         "clipping.gram_norm",
@@ -212,6 +328,65 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ),
     ("clipping.gram_norm", lambda a, g: torch.stack([built(*each) for each in zip(a, g, strict=True)]), "unbuilt"),
     ("clipping.gram_norm", lambda a, g, left=[1] * 4: left.pop() and gram_norm(a, g), "called again it raises Inde"),
+    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, 0) + g.square().sum((1, 2)), "a bias's gradient is the sum"),
+    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, torch.eye(a.shape[1])), "a bias's gradient is the sum"),
+    ("clipping.gram_norm", lambda a, g: ((a.square().sum(2) + 1) * g.square().sum(2)).sum(1), "T × T products, not T"),
+    (
+        "clipping.gram_norm",
+        lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1) + (g @ g.mT).sum((1, 2)),
+        "every position meets",
+    ),
+    ("clipping.gram_norm", lambda a, g: gram_norm(0 * a, g), "the bias alone"),
+    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, 0).sqrt() + gram_norm(0 * a, g).sqrt(), "not the norms"),
+    ("clipping.gram_norm", lambda a, g: (g @ g.mT * (a @ a.mT) + 1).sum((1, 2)), "multiplied with g as well"),
+    ("clipping.gram_norm", lambda a, g: (g @ g.mT @ (a @ a.mT + 1)).sum((1, 2)), "entry by entry"),
+    ("clipping.gram_norm", lambda a, g: (g @ g.mT).sum((1, 2)) * (a @ a.mT).sum((1, 2)), "entry by entry"),
+    ("clipping.gram_norm", lambda a, g: gram_norm(a.sum(1, True), g.sum(1, True)), "entry by entry"),
+    ("clipping.gram_norm", lambda a, g: (g @ g.mT).sum((1, 2)) * (a @ a.mT + 1).sum((1, 2)), "entry by entry"),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: torch.einsum("b,btp,btd->bpd", (C / n).clamp(max=1), g, a),
+        "add them up",
+    ),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: clipped_sum(a, g, (g.mT @ a).flatten(1).norm(dim=1), C),
+        "over the whole model",
+    ),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: clipped_sum(a.sum(1, True), g.sum(1, True), n, C),
+        "each position's g meets its own a",
+    ),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: torch.einsum("btp,btd->pd", g, a).clamp(-C, C),
+        "shorter as a whole",
+    ),
+    ("clipping.clipped_sum", sum_clipped_as_one, "one factor for the whole sum"),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: clipped_sum(a, g, n, C, factors=(C / n.max()).expand(len(n))),
+        "one factor for the whole sum",
+    ),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C, factors=n / C), "not the norm over C"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, 1 / n, 1 / C), "not the norm over C"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C, factors=(n / C).clamp(min=1)), "not the norm"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C, factors=(C / n).clamp(min=1)), "the smaller"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, 1), "has the norm C"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n.sqrt(), C), "no squares"),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n**2, C), "no squares"),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: clipped_sum(a, g, n, C, factors=(C / n).clamp(max=1) ** 2),
+        "c counts once",
+    ),
+    (
+        "clipping.clipped_sum",
+        lambda a, g, n, C: torch.einsum("btp,btd->bpd", g, a).clamp(-C, C).sum(0),
+        "shorter as a whole",
+    ),
+    ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C) / a.shape[1], "a sum is asked for"),
     ("clipping.clipped_sum", lambda *a: clipped_sum(*a, most=9.0), "is at most 1"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(g, a, n, C), "it is transposed"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n / n, C), "nothing is clipped"),
@@ -220,12 +395,26 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("retention.best_units", lambda s, b, k: best_units(s, b, k or s.shape[1]), "[:, -0:] is all of them"),
     ("retention.best_units", lambda s, b, k: best_units(s, b, 0), "whatever their score"),
     ("retention.best_units", lambda *a: best_units(*a, in_order=False), "their order of time"),
+    ("retention.best_units", lambda s, b, k: best_units(1 - s, b, k), "the highest scores stay"),
+    ("retention.best_units", lambda s, b, k: s.shape[1] - 1 - best_units(s.flip(1), b, k).flip(1), "not the first"),
+    ("retention.best_units", lambda s, b, k: best_units(s.mean(0).expand_as(s), b, k), "each head keeps its own"),
     ("retention.best_units", lambda scores, budget, stabilizers: scores[:, :budget], "not the scores that stay"),
     ("retention.best_units", lambda s, b, k: s > s.median(), "not a mask"),
     ("retention.best_units", lambda s, b, k: best_units(s, b + k, k), "count within the budget"),
+    ("retention.best_units", stabilizers_chosen_twice, "a unit stays once"),
     ("retention.labels", lambda q, k: labels(q, k, scale=False), "the root of d"),
     ("retention.labels", lambda q, k: labels(q, k, how="mean"), "not the mean"),
-    ("retention.labels", lambda q, k: labels(q, k, interleaved=True), "neighbouring query heads"),
+    ("retention.labels", lambda q, k: labels(q, k, repeat=True), "repeat_interleave, not repeat"),
+    ("retention.labels", lambda q, k: labels(q, k, far=True), "repeat_interleave, not repeat"),
+    ("retention.labels", lambda q, k: labels(q, k, repeat=True, far=True), "repeat_interleave, not repeat"),
+    ("retention.labels", lambda q, k: labels(q, k) / q.shape[-1] ** 0.5, "not by one over d"),
+    ("retention.labels", lambda q, k: labels(q, k, of=lambda x: x.mean(1, True)), "not the mean"),
+    ("retention.labels", lambda q, k: (q[: len(k)] @ k.mT).amax(-1), "the units of the prompt"),
+    ("retention.labels", lambda q, k: labels(q, k, of=abs), "with its sign"),
+    ("retention.labels", lambda q, k: labels(q, k, of=lambda x: x.softmax(-1)), "before the softmax"),
+    ("retention.labels", lambda q, k: labels(q[:: len(q) // len(k)], k), "not the first alone"),
+    ("retention.labels", lambda q, k: labels(q[:, -1:], k), "not the last alone"),
+    ("retention.labels", lambda q, k: labels(q[:, :1], k), "all tokens of the answer count"),
     ("retention.labels", lambda q, k: labels(q, k, how="sum"), "not the sum"),
     ("retention.labels", lambda q, k: q @ k.repeat_interleave(len(q) // len(k), 0).mT, "that share it"),
     ("retention.labels", lambda q, k: q, "Not yet"),
@@ -233,19 +422,31 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("residual.accept", lambda guesses, choices: choices, "behind a wrong guess nothing counts"),
     ("residual.accept", lambda guesses, choices: accept(guesses, choices)[:-1], "one token more"),
     ("residual.accept", lambda *a: tuple(accept(*a)), "wanted as a list"),
-    ("residual.accept", lambda *a: np.array(accept(*a)), "wanted as a list"),
+    ("residual.accept", lambda *a: np.array(accept(*a)), "not a list; its numbers are right"),
     ("residual.accept", lambda guesses, choices: [7, *choices], "all guesses before it counted"),
     ("residual.read_labels", lambda h, g, head: (h @ head.T).argmax(-1), "would have written"),
     ("residual.read_labels", lambda h, g, head: nearest_row(-g, head), "without the softmax"),
+    ("residual.read_labels", lambda h, g, head: (g @ head.T).argmin(-1), "without the softmax"),
     (
         "residual.read_labels",
         lambda h, g, head: nearest_row(g - (h @ head.T).softmax(-1) @ head, head),
         "other way round",
     ),
+    (
+        "residual.read_labels",
+        lambda h, g, head: (((h @ head.T).softmax(-1) @ head - g) @ head.T).argmax(-1),
+        "the nearest row",
+    ),
+    ("residual.read_labels", lambda h, g, head: nearest_row(h @ head.T @ head - g, head), "and not the logits"),
+    ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - t_1) / n, "yields several"),
+    ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - t_1) / (e - 1) / n, "tokens · t_1"),
+    ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - e * t_1) / e / n, "tokens - 1"),
     ("residual.pays_from", lambda *a: pays_from(*a, low=-1), "never negative"),
     ("residual.pays_from", lambda *a: 1e3 * pays_from(*a), "not milliseconds"),
     ("residual.pays_from", lambda e, t_1, t_k, n: pays_from(e, t_1, t_k, 1), "several round trips"),
     ("residual.steal", lambda u, v: steal(u, v).T, "M transposed"),
+    ("residual.steal", lambda u, v: steal(v, u), "from v back to u"),
+    ("residual.steal", lambda u, v: v.T @ u, "divide by uᵀu"),
     ("residual.steal", lambda u, v: steal(u[: u.shape[1]], v[: u.shape[1]]), "all tokens count"),
     ("serving.segments", lambda o, n: [(*run[:2], o[run[2]]) for run in segments(range(len(o)), n)], "neighbours"),
     ("serving.segments", lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
@@ -253,13 +454,36 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.segments", lambda *a: [(i, j - 1, owner) for i, j, owner in segments(*a)], "as in a slice"),
     ("serving.segments", lambda *a: np.array(segments(*a), dtype=object).tolist(), "a list of tuples"),
     ("serving.segments", lambda *a: None, "returns nothing"),
+    ("serving.segments", one_segment_for_each_owner, "starts a new segment"),
+    ("serving.segments", lambda *a: one_segment_for_each_owner(*a, drop=[None]), "without an adapter have a segment"),
+    ("serving.segments", lambda *a: [run for run in segments(*a) if run[2]], "without an adapter have a segment"),
+    ("serving.segments", lambda *a: segments(*a)[:-1], "the last segment counts"),
+    ("serving.segments", lambda *a: [(i + 1, j, owner) for i, j, owner in segments(*a)], "counted from 0"),
     ("serving.gradient_of_x", lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
-    ("serving.gradient_of_x", lambda g, *a: g, "a tensor (6, 7), not a tensor (6, 5)"),
-    ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "off by up to"),
+    ("serving.gradient_of_x", lambda g, *a: g, "a tensor of shape (6, 7), not (6, 5)"),
+    ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "of 30 numbers are wrong, by up to"),
+    ("serving.gradient_of_x", lambda g, d, u, s, r: gradient_of_x(g, d, u, [x * x for x in s], r), "counts once"),
+    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [(i, j, 0) for i, j, _ in a[4]]), "which adapter"),
+    (
+        "serving.gradient_of_x",
+        lambda *a: gradient_of_x(*a[:4], [(i, j, n) for n, (i, j, _) in enumerate(a[4])]),
+        "which adapter",
+    ),
+    ("serving.gradient_of_x", lambda *a: (dx := gradient_of_x(*a))[dx.any(1)], "stay zero"),
     ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [run for run in a[4] if run[2]]), "adapter 0 is one"),
     ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [(i, j, k or 0) for i, j, k in a[4]]), "stay zero"),
     ("serving.gradient_of_x", lambda *a: [a[1][i] for *_, i in a[4]] and gradient_of_x(*a), "None has no adapter"),
     ("serving.service.bound", lambda w, k, p, t: bound(w, k, 0, t), "nothing is reserved"),
+    ("serving.service.bound", lambda w, k, p, t: p + len(set(w)) * t, "its k-th needs k turns"),
+    ("serving.service.bound", lambda w, k, p, t: p + w.count(w[k]) * len(set(w)) * t, "only the requests before it"),
+    ("serving.service.bound", lambda w, k, p, t: w[: k + 1].count(w[k]) * (p + len(set(w)) * t), "patience counts"),
+    (
+        "serving.service.bound",
+        lambda w, k, p, t: p + (bound(w, k, p, t) - p) / len(set(w)) * (len(set(w)) - 1),
+        "its own",
+    ),
+    ("serving.service.bound", lambda w, k, p, t: bound(w[: k + 1], k, p, t), "accounts that asked later"),
+    ("serving.service.bound", lambda w, k, p, t: p + (k + 1) * t, "accounts take turns"),
     ("serving.service.bound", lambda *a: bound(*a, of=list), "accounts, not requests"),
     ("serving.service.bound", lambda w, k, p, t: p + (k + 1) * len(set(w)) * t, "of its own account"),
     ("serving.service.bound", lambda w, k, p, t: bound(w, k, p, t) - len(set(w)) * t, "not its zeroth"),
@@ -271,6 +495,13 @@ FUNCTIONS = [  # the right function above is called as its checker is
         "a hard text stays hard",
     ),
     ("serving.service.leak", strict, "a half counts"),
+    ("serving.service.leak", lambda m, o: mean_fall(m) - mean_fall(o), "not a difference of means"),
+    ("serving.service.leak", lambda m, o: leak([(a / b, 1) for a, b in m], [(a / b, 1) for a, b in o]), "not a ratio"),
+    (
+        "serving.service.leak",
+        lambda m, o: sum(leak([a], [b]) for a, b in zip(m, o, strict=False)) / len(m),
+        "compare all pairs",
+    ),
     ("serving.service.leak", lambda m, o: leak(m, o) * len(m) * len(o), "the number of pairs"),
     ("serving.service.leak", lambda m, o: math.nan, "Not yet"),
 ]
@@ -291,6 +522,35 @@ def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
     assert not verdict
     assert hint in verdict.message
     assert callable(right) or not check(right * 3)
+
+
+NUMBERS = sorted(
+    {checker for checker, *_ in FUNCTIONS}
+    - {"autonomy.averaged", "serving.segments", "communication.follows"}  # which give more than numbers
+)
+
+
+@pytest.mark.parametrize("reshape", [lambda t: t.unsqueeze(-1), lambda t: t.unsqueeze(0).numpy()])
+@pytest.mark.parametrize("checker", NUMBERS)
+def test_right_numbers_in_a_wrong_shape_are_called_right(checker, reshape):
+    room, _, name = checker.rpartition(".")
+
+    def function(*arguments):
+        result = globals()[name](*arguments)
+        return reshape(result if isinstance(result, torch.Tensor) else torch.tensor(result, dtype=torch.float64))
+
+    message = getattr(exercises(room), name)(function).message
+    assert message.startswith("Not yet. It gives a tensor of shape (")
+    assert "; its numbers are right, for " in message
+
+
+@pytest.mark.parametrize("off", [8, 1 / 8, 100, 1e-2, 1e3, 1e-3, 1e6, 1e-6])
+@pytest.mark.parametrize(("checker", "right"), sorted({case[:2] for case in SLIPS}))
+def test_only_a_quantity_has_another_unit(checker, right, off):
+    room, _, name = checker.rpartition(".")
+    message = getattr(exercises(room), name)(right * off).message
+    quantity = name in ("kv_heads", "rtt_for_half", "cached_share", "share_in_slots")
+    assert "another unit" not in message or quantity
 
 
 def test_every_checker_is_tested():

@@ -1,9 +1,11 @@
 import importlib
 import re
 from base64 import b64decode
+from io import BytesIO
 
 import ipywidgets
 import pytest
+from PIL import Image
 
 from plpkg import ROOMS, theme
 from plpkg.explorer import Explorer
@@ -15,6 +17,7 @@ def build(**controls):
         compute=lambda n: 10 // n,
         read_out=lambda result: f"{result} <each>",
         draw=lambda result, ax: theme.describe(ax.bar([0], [result])[0].axes, f"A bar of {result}."),
+        question="How many <each>?",
     )
 
 
@@ -29,11 +32,33 @@ def test_a_moved_control_recomputes_words_and_figure():
     assert repr(explorer) == explorer._repr_mimebundle_()["text/plain"] == "Explorer(n=5): 2 <each>"
 
 
-def test_a_page_without_a_kernel_has_positions_sentence_and_picture():
+def test_a_question_stands_above_the_controls():
+    first, *_ = build().children
+    assert "How many &lt;each&gt;?" in first.value
+
+
+def test_it_says_that_it_computes_until_it_has_the_result():
+    said = []
+
+    def compute(n):
+        said.append(explorer._sentence.value)
+        return 10 // n
+
+    explorer = build()
+    explorer._functions = compute, *explorer._functions[1:]
+    assert "computing" not in explorer._sentence.value
+    explorer.controls["n"].value = 5
+    assert "computing …" in said[0]
+    assert "3 &lt;each&gt;" in said[0]  # keeps its place
+    assert explorer._sentence.value == "<p role='status'>2 &lt;each&gt;</p>"
+
+
+def test_a_page_without_a_kernel_has_question_positions_sentence_and_picture():
     links = ipywidgets.SelectionSlider(options=[("5g: 33 ms", 33), ("lan: <1 ms", 1)], value=1, description="Link")
     explorer = build(n=ipywidgets.IntSlider(value=3, min=0, max=9, description="n (items)"))
     explorer.controls["link"] = links
     html = explorer._repr_mimebundle_()["text/html"]
+    assert html.startswith("<p><strong>How many &lt;each&gt;?</strong></p><table>")
     assert "<th>n (items)</th><th>Link</th>" in html
     assert "<td>3</td><td>lan: &lt;1 ms</td>" in html
     assert "<p>3 &lt;each&gt;</p>" in html
@@ -46,6 +71,13 @@ def test_an_error_is_not_swallowed():
     explorer = build()
     with pytest.raises(ZeroDivisionError):
         explorer.controls["n"].value = 0
+    assert "computing" not in explorer._sentence.value
+
+
+def test_the_picture_keeps_its_place_at_any_width():
+    style, picture = re.search('style="(.*)" src="data:image/png;base64,(.*)">', build()._image.value).groups()
+    width, height = Image.open(BytesIO(b64decode(picture))).size
+    assert style == f"aspect-ratio: {width} / {height}; display: block; max-width: {width}px; width: 100%"
 
 
 def test_controls_do_not_fire_while_dragged():
@@ -69,9 +101,10 @@ def others(control):
 
 
 @pytest.mark.parametrize("room", ROOMS)
-def test_every_control_of_a_room_changes_the_words(room):
+def test_a_room_asks_and_every_control_changes_the_words(room):
     explorer = importlib.import_module(f"plpkg.{room}.widget").explorer()
     first = explorer.text
+    assert explorer.question.endswith("?")
     for name, control in explorer.controls.items():
         stood = control.value
         for value in others(control):

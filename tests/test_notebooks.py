@@ -1,6 +1,8 @@
 """What a notebook of this project has to look like; nbval then re-runs it and compares its outputs.
 
-The folder ``bad_notebooks`` holds three that must fail: proof that the gate bites.
+A lesson, ``notebooks/NN_name.ipynb``, has one thread; ``notebooks/reports/NN_name.ipynb`` holds what does not fit it.
+Lessons without a report are of the older kind, both in one. The folder ``bad_notebooks`` holds three that must fail:
+proof that the gate bites.
 """
 
 import ast
@@ -15,11 +17,16 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import reading
 
 from plpkg import ROOMS
 
 ROOT = Path(__file__).parents[1]
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+LESSONS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+REPORTS = sorted((ROOT / "notebooks" / "reports").glob("*.ipynb"))
+NOTEBOOKS = LESSONS + REPORTS
+SHORT = [path for path in LESSONS if path.parent / "reports" / path.name in REPORTS]
+"""Lessons whose report stands apart."""
 BAD = ROOT / "tests" / "bad_notebooks"
 OF_ROOMS = {f"{number}_{room.rpartition('.')[2]}" for room, (number, _) in ROOMS.items()}
 
@@ -40,7 +47,11 @@ def tags(cell):
     return cell.metadata.get("tags", [])
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def name_of(path):
+    return path.stem if path in LESSONS else f"report_{path.stem}"
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=name_of)
 def path(request):
     return request.param
 
@@ -51,10 +62,11 @@ def notebook(path):
 
 
 def test_there_are_notebooks_named_in_order():
-    assert NOTEBOOKS
-    assert all(re.fullmatch(r"\d\d_[a-z_]+\.ipynb", path.name) for path in NOTEBOOKS)
-    assert {path.stem for path in NOTEBOOKS} >= OF_ROOMS
-    assert {path.stem for path in NOTEBOOKS} - OF_ROOMS <= {"00_start_here", "09_trips", "10_private_assistant"}
+    names = {path.stem for path in LESSONS}
+    assert all(re.fullmatch(r"\d\d_[a-z_]+", name) for name in names)
+    assert names >= OF_ROOMS
+    assert names - OF_ROOMS <= {"00_start_here", "09_trips", "10_private_assistant"}
+    assert {path.stem for path in REPORTS} <= names
 
 
 def executed_in_order(notebook):
@@ -160,10 +172,22 @@ def test_imports_are_declared(notebook):
             assert node.module.split(".")[0] in allowed
 
 
+def headings(path):
+    """The anchors of a page's headings, as JupyterLab writes them for a notebook and GitHub for a text."""
+    if path.suffix == ".ipynb":
+        return {title.strip().replace(" ", "-") for title in re.findall(r"^#+ (.*)$", text(load(path)), flags=re.M)}
+    titles = re.findall(r"^#+ (.*)$", path.read_text(), flags=re.M)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
 def test_links_resolve(path, notebook):
     for target in re.findall(r"\]\(([^)]+)\)", text(notebook)):
-        if not re.match(r"https?://|#", target):
-            assert (path.parent / target.split("#")[0]).exists(), target
+        file, _, anchor = target.partition("#")
+        if re.match(r"https?:", target):
+            continue
+        assert (path.parent / file).exists(), target
+        if anchor:
+            assert anchor in headings(path.parent / file if file else path), target
 
 
 def test_every_image_is_described_and_stands_beside_something_checked(notebook):
@@ -178,16 +202,69 @@ def test_every_image_is_described_and_stands_beside_something_checked(notebook):
 
 
 def test_sections_that_every_room_has(path, notebook):
-    if path.stem in OF_ROOMS:
+    if path.stem in OF_ROOMS and path not in SHORT:
         for section in ("Reported and measured", "What the (paper|article) leaves out", "Your own model"):
             assert re.search(f"^## {section}$", text(notebook), flags=re.M)
-    assert "## What to remember" in text(notebook)
-    assert "<details><summary>Solution</summary>" in text(notebook)
+    if path in LESSONS:
+        assert "## What to remember" in text(notebook)
+        assert "<details><summary>Solution</summary>" in text(notebook)
+
+
+@pytest.fixture(params=SHORT, ids=name_of)
+def lesson(request):
+    return load(request.param)
+
+
+def test_a_lesson_takes_forty_minutes_at_most_and_as_long_as_it_says(lesson):
+    promised = int(re.search(r"needs some (\d+)\.", lesson.cells[0].source)[1])
+    assert promised <= 40
+    assert reading.minutes(lesson) <= promised <= reading.minutes(lesson) + 10
+
+
+def test_a_lesson_lets_the_reader_predict_change_and_compare(lesson):
+    cells = code_cells(lesson)
+    changed = [k for k, cell in enumerate(cells) if "# change me" in cell.source]
+    assert len(changed) >= 3
+    for k in changed:
+        here_and_after = "\n".join(cell.source for cell in cells[k : k + 3])
+        assert re.search(r"my_guess|expected", cells[k].source)
+        assert re.search(r"compare\(|the right one is", here_and_after)
+    assert sum("widget" in tags(cell) for cell in cells) == 1
+    assert "The surprise" in reading.prose(lesson)
+
+
+UNITS = r"%|ms|s|seconds?|hours?|days?|[kMG]i?B|[kM]bit|Mb/s|bytes|tokens/s|k?J|m?W|USD|dollars?|nats?|points"
+
+
+def figures(source):
+    """Figures with a unit in a text cell, without formulas, code and addresses."""
+    plain = re.sub(r"\$[^$]+\$|`[^`]+`|\]\([^)]*\)", "", source)
+    return re.findall(rf"\d[\d,.]* ?(?:{UNITS})(?!\w)", plain)
+
+
+def test_figures_are_found_with_their_unit():
+    assert figures("33 ms, 4.19 kbit, 95 % and 2.92 dollars of 3 kB") == [
+        "33 ms",
+        "4.19 kbit",
+        "95 %",
+        "2.92 dollars",
+        "3 kB",
+    ]
+    assert not figures("32 layers, $16$ bytes, `RTT 33 ms`, rank 64, 64 tokens, 16 bits a number")
+
+
+def test_a_figure_with_a_unit_in_a_lessons_text_names_its_source(lesson):
+    """A cell's own output computes it; else the cell has a tag ``source: FILE``, or an address."""
+    for cell in lesson.cells:
+        if cell.cell_type == "markdown" and figures(cell.source):
+            sources = [tag.removeprefix("source: ") for tag in tags(cell) if tag.startswith("source: ")]
+            assert sources, f"{figures(cell.source)} in: {cell.source[:200]}"
+            assert all((ROOT / source).exists() for source in sources if "://" not in source)
 
 
 def test_widgets_are_tagged_for_the_browser(notebook):
     for cell in code_cells(notebook):
-        assert ("widget.explorer()" in cell.source) == ("widget" in tags(cell))
+        assert (".explorer()" in cell.source) == ("widget" in tags(cell))
     assert "setup" in tags(code_cells(notebook)[0])
 
 
@@ -198,7 +275,7 @@ def places(notebook):
 
 def test_what_is_done_by_hand_stands_in_the_package(path, notebook):
     assert len(places(notebook)) == text(notebook).count("*In the package*")
-    assert places(notebook) or path.stem == "00_start_here"
+    assert places(notebook) or path.stem == "00_start_here"  # its report has no mechanism
     for name, file in places(notebook):
         defined = importlib.import_module(file.removesuffix(".py").replace("/", "."))
         for part in name.split("."):

@@ -83,7 +83,10 @@ def test_the_readme_is_short_and_counts_the_claims():
     assert f"prints {counts.sum()} claims" in README
     assert holds.format(*counts[:4], counts[4:].sum()) in README
     opening = "{} hold within 10 %, {} hold in direction, and {} fail; the other {} could not be decided"
-    assert opening.format(*counts[1:4], counts[4:].sum()) in (ROOT / "notebooks" / "00_start_here.ipynb").read_text()
+    assert (
+        opening.format(*counts[1:4], counts[4:].sum())
+        in (ROOT / "notebooks" / "reports" / "00_start_here.ipynb").read_text()
+    )
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])

@@ -12,7 +12,7 @@ ask for 24 tokens, again and again, each time of the next adapter. All share two
 "by adapter": HAProxy reads ``model`` from the body and keeps an adapter's requests at one process, as Ray does; "in
 turn" is its ``roundrobin``. Debian's ``haproxy`` 2.6.
 
-Run: ``python -m benchmarks.serving.balanced``, about 15 minutes.
+Run: ``python -m benchmarks.serving.balanced``, about twelve minutes.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from benchmarks.serving.floods import percentile
 from benchmarks.serving.processes import serving
 from benchmarks.serving.soak import ADAPTERS, adapters, files_of, prompt
 
-CLIENTS, NEW, SECONDS, ROUNDS = 16, 24, 60, 3
+CLIENTS, NEW, SECONDS, ROUNDS = 16, 24, 30, 3
 NAMES = [f"a{k}" for k in range(ADAPTERS)]
 HAPROXY = """
 defaults

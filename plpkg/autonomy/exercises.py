@@ -8,6 +8,9 @@ from plpkg.exercise import Verdict, check_function, check_number
 BODY, HEAD, WORDS = 4 * (64 * 128 + 128 * 128 + 128 * 96 + 96 * 96), 96 * 10_000, 12
 """Multiply-adds of the word predictor: of its body a word, of its head, and how many words a sample has."""
 
+TELLING = (*([int(digit) for digit in each] for each in ("000010010110", "111101001001", "101000100100")), 2)
+"""Public and personal predictions, labels and an allowance for which each likely slip shows something else."""
+
 
 def cached_share(answer: object) -> Verdict:
     """Which share of a step's multiplications do kept features save, in per cent?"""
@@ -32,7 +35,7 @@ def averaged(function: object) -> Verdict:
     """``averaged(states, labels)``: FedAvg's mean of dicts of numbers, weighted by how many labels each has."""
     random, cases = Random(0), []
     for _ in range(20):
-        labels = [random.randint(1, 9) for _ in range(random.randint(2, 4))]
+        labels = random.sample(range(1, 10), random.randint(2, 4))  # unequal, so that weights count
         states = [{key: random.uniform(-1, 1) for key in "ab"} for _ in labels]
         cases.append(((states, labels), _mean(states, labels, sum(labels))))
     return check_function(function, cases, "the mean, weighted by labels.", _of_averaged, 1e-5)
@@ -56,22 +59,23 @@ def _of_averaged(got, states: list[dict], labels: list[int]) -> str:
 
 def guarded(function: object) -> Verdict:
     """``guarded(public, personal, right, allowance)``: what the guard shows, each label being told at once."""
-    random, cases = Random(0), []
+    random, streams = Random(0), [TELLING]
     for _ in range(60):
         length, allowance = random.randint(1, 12), random.randint(0, 2)
-        case = (*([random.randint(0, 1) for _ in range(length)] for _ in range(3)), allowance)
-        cases.append((case, _shown(*case)))
+        streams.append((*([random.randint(0, 1) for _ in range(length)] for _ in range(3)), allowance))
+    cases = [(stream, _shown(*stream)) for stream in streams]
     explanation = "the personal head's is shown while it leads and while what it may lose is not spent."
     return check_function(function, cases, explanation, _of_guarded)
 
 
-def _shown(public: list, personal: list, right: list, allowance: int, leads=gt, of_all: bool = False) -> list:
-    """What a guard shows; ``of_all``: it counts the personal head's errors, also those that nobody saw."""
+def _shown(public: list, personal: list, right: list, allowance: int, leads=gt, peeks=False, as_well=False) -> list:
+    """What a guard shows; it may peek at the label, or spend the public model's errors as well."""
     shown, lead, spent = [], 0, 0
     for one, other, truth in zip(public, personal, right, strict=True):
-        shown.append(other if leads(lead, 0) and spent < allowance else one)
-        lead += (other == truth) - (one == truth)
-        spent += (one == truth) - ((other if of_all else shown[-1]) == truth)
+        won = (other == truth) - (one == truth)
+        shown.append(other if leads(lead + won * peeks, 0) and spent < allowance else one)
+        lead += won
+        spent += (as_well or one == truth) - (shown[-1] == truth)
     return shown
 
 
@@ -79,11 +83,20 @@ def _of_guarded(got, public: list, personal: list, right: list, allowance: int) 
     if not isinstance(got, list) or len(got) != len(right):
         return f"a list of {len(right)} predictions is wanted"
     case = public, personal, right, allowance
-    excess = sum((p == r) - (g == r) for p, g, r in zip(public, got, right, strict=True))
     if got == _shown(*case, leads=ge):
         return "the personal head leads if it was right strictly more often: lead > 0"
-    if excess > allowance:
-        return f"{excess} errors more than the public model's, {allowance} allowed"
+    best = [other if other == truth else one for one, other, truth in zip(public, personal, right, strict=True)]
+    if got in (best, _shown(*case, peeks=True)):
+        return "the label is told after the prediction is shown: until then it cannot count"
     if got == _shown(public, personal, right, allowance + 1):
         return "at the allowance nothing is left to spend: spent < allowance"
-    return "only errors that were shown are spent" * (got == _shown(*case, of_all=True))
+    if got == personal:
+        return "that is the personal head alone"
+    if got == _shown(public, personal, right, len(right) + 1):
+        return "nothing stops it: errors are spent as they are shown, and at the allowance the public model is shown"
+    if got == _shown(*case, as_well=True):
+        return "an error that the public model makes as well costs nothing"
+    if got == public:
+        return "the personal head is judged by every label, also while the public model is shown"
+    excess = sum((p == r) - (g == r) for p, g, r in zip(public, got, right, strict=True))
+    return f"{excess} errors more than the public model's, {allowance} allowed" if excess > allowance else ""

@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import ipywidgets
 
+from plpkg import catalog
 from plpkg.autonomy import availability, plots
 from plpkg.explorer import Explorer
 from plpkg.results import Tabular
@@ -66,7 +67,8 @@ def compute(read: tuple[int, int], model: str, learning: str, ghz: float, minute
 def read_out(plan: Plan) -> str:
     """Say the chosen way in words."""
     row = next(row for row in plan.ways if row["learning"] == plan.chosen)
-    energy = f"{row['joules'] / 1e3:.3g} kJ ({100 * row['joules'] / 45e3:.2g} % of a battery of 45 kJ)"
+    battery = catalog.assumed("phone_battery_j")
+    energy = f"{row['joules']:.3g} J ({100 * row['joules'] / battery:.2g} % of a battery of {battery / 1e3:g} kJ)"
     return (
         f"Training {plan.chosen} takes {row['minutes']:.3g} minutes of one core, {row['days']:.3g} days from the first "
         f"window on, and {energy}; no token leaves the device."
@@ -89,4 +91,5 @@ def explorer() -> Explorer:
         "learning": slider(options=LEARNING, value=LEARNING[1], description="What is trained"),
         "ghz": slider(options=[0.5, 1.0, 1.5, 2.0], value=1.0, description="Frequency (GHz)"),
     }
-    return Explorer(controls, compute, read_out, draw)
+    question = "How much of MobileNet can a phone train in two nights, if it reads 10,000 samples twenty times?"
+    return Explorer(controls, compute, read_out, draw, question)

@@ -53,4 +53,5 @@ def explorer() -> Explorer:
         ),
         "execution": ipywidgets.SelectionSlider(options=COMPARED, value="ghost", description="Execution"),
     }
-    return Explorer(controls, compute, read_out, draw)
+    question = "Up to which sequence length does ghost clipping need less memory than per_sample?"
+    return Explorer(controls, compute, read_out, draw, question)

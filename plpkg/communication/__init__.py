@@ -1,6 +1,6 @@
 """Communication: bits and round trips between a device and the cloud (notebook 01).
 
-The names a notebook imports; ``plots``, ``widget`` and ``exercises`` load on first use, and
+The names a notebook imports; ``plots``, ``widget``, ``exercises`` and ``onlookers`` load on first use, and
 ``count`` imports torch when it is called, so that a calculation needs neither torch nor matplotlib.
 """
 
@@ -32,8 +32,9 @@ __all__ = [
     "low_rank",
     "low_rank_messages",
     "on_the_wire",
+    "onlookers",
     "plots",
     "widget",
 ]
 
-__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", widget="widget")
+__getattr__ = on_first_use(__name__, exercises="exercises", onlookers="onlookers", plots="plots", widget="widget")

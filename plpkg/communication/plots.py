@@ -14,8 +14,10 @@ RANKS = (8, 16, 32, 64, 128, 256, 512)
 
 def split(ax=None):
     """Draw one token's way through PrivateLoRA: who holds what, and the four messages that cross."""
+    from matplotlib.patches import Patch
+
     ax = drawing.canvas(14.4, 9.4, ax)
-    public, personal = drawing.colours(2)  # as in systems()
+    public, personal = drawing.colours(2)
     drawing.lane(ax, 0, 0, 4.6, 8.6, "phone")
     drawing.lane(ax, 4.8, 0, 3.4, 8.6, "network", "0.98")
     drawing.lane(ax, 8.4, 0, 6, 8.6, "cloud")
@@ -45,7 +47,9 @@ def split(ax=None):
     drawing.note(ax, 12.75, 5.1, "+", 12)
     drawing.arrow(ax, (1.2, 7.2), (1.2, 2.0), dashed=True)
     drawing.note(ax, 0.85, 4.6, "the next word", rotation=90)
-    _key(ax, {"computed or learnt from your text": personal, "public": public})
+    colours = {"computed or learnt from your text": personal, "public": public}
+    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
+    ax.legend(handles=handles, loc="lower center", ncols=2, frameon=False, borderaxespad=0)
     return theme.describe(
         ax,
         "Three areas side by side. The phone holds the embedding, an M for q, k and v of each layer, and the LM head; "
@@ -53,85 +57,6 @@ def split(ax=None):
         "each of the L layers 2, A x comes down and 3, M A x goes up, 3 r numbers each; 4, the last hidden state h "
         "comes down, d numbers, and the LM head chooses the next word.",
     )
-
-
-def systems(ax=None):
-    """Draw the four other systems: two sides each, with what is yours, what is made of it, and what others hold."""
-    ax = drawing.canvas(14.4, 8.7, ax)
-    others, made, yours = drawing.colours(3)
-    panels = (  # the two sides; boxes by (column, row); arrows from one to another
-        (
-            "Locret",
-            "device",
-            "nobody else",
-            {(0, 0): ("your long text", yours), (0, 1): ("KV cache\nof a fixed size", made)},
-            (((0, 0), (0, 1)),),
-        ),
-        (
-            "Ghost clipping",
-            "where it trains",
-            "who uses it",
-            {
-                (0, 0): ("your text", yours),
-                (0, 1): ("gradients, clipped,\nand noise", made),
-                (1, 1): ("weights", made),
-            },
-            (((0, 0), (0, 1)), ((0, 1), (1, 1))),
-        ),
-        (
-            "Multi-tenant LoRA",
-            "device",
-            "cloud",
-            {
-                (0, 0): ("your prompt; once,\nyour adapter", yours),
-                (0, 1): ("the answer", made),
-                (1, 0): ("one backbone", others),
-                (1, 1): ("your adapter,\nbeside others'", made),
-            },
-            (((0, 0), (1, 0)), ((1, 0), (1, 1)), ((1, 1), (0, 1))),
-        ),
-        (
-            "AutLearn",
-            "device",
-            "cloud",
-            {
-                (0, 0): ("your data", yours),
-                (0, 1): ("the last layer\nlearns", made),
-                (1, 1): ("a model of\npublic data", others),
-            },
-            (((0, 0), (0, 1)), ((1, 1), (0, 1))),
-        ),
-    )
-    for place, (name, left, right, boxes, arrows) in enumerate(panels):
-        x, y = 7.3 * (place % 2), 4.05 * (place // 2)
-        drawing.note(ax, x + 3.5, y + 0.3, name, 10, fontweight="bold")
-        drawing.lane(ax, x, y + 0.55, 3.5, 3.3, left)
-        drawing.lane(ax, x + 3.6, y + 0.55, 3.5, 3.3, right)
-        for (column, row), (text, colour) in boxes.items():
-            drawing.box(ax, x + 0.2 + 3.6 * column, y + 1.35 + 1.3 * row, 3.1, 0.95, text, colour, 9)
-        for (start, row), (stop, _) in arrows:
-            if start == stop:
-                middle = x + 1.75 + 3.6 * start
-                drawing.arrow(ax, (middle, y + 2.3), (middle, y + 2.65))
-            else:
-                height, ends = y + 1.82 + 1.3 * row, (x + 3.3, x + 3.8)
-                drawing.arrow(ax, (ends[start], height), (ends[stop], height))
-    _key(ax, {"yours": yours, "computed or learnt from it": made, "public, or others'": others})
-    return theme.describe(
-        ax,
-        "Four small drawings. Locret: text and a bounded KV cache on one device. Ghost clipping: your text becomes "
-        "clipped gradients with noise where it trains, and only weights leave. Multi-tenant LoRA: your prompt goes to "
-        "the cloud, where one backbone and your adapter answer it. AutLearn: a model of public data comes down, and "
-        "its last layer learns from your data on the device.",
-    )
-
-
-def _key(ax, colours: Mapping[str, tuple]) -> None:
-    """Say at the bottom of a drawing what each colour means."""
-    from matplotlib.patches import Patch
-
-    handles = [Patch(color=colour, label=name) for name, colour in colours.items()]
-    ax.legend(handles=handles, loc="lower center", ncols=len(handles), frameon=False, borderaxespad=0)
 
 
 def sequence_chart(messages: Iterable[Message], ax=None):

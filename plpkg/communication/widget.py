@@ -46,16 +46,12 @@ def read_out(result: Comparison) -> str:
     """The result in words."""
     low, link = result.low_rank, catalog.link(result.link)
     seconds = low.seconds(link)
-    shares = ", ".join(
-        f"{100 * low.share_of(t):.2f} % of {name}" for name, t in result.traffics.items() if name != "low rank"
-    )
+    waits = 1e3 * seconds["round_trips"]
     return (
-        f"{result.model}, rank {result.rank}: {results.bits(low.total_bits)} per token ({shares}). "
-        f"On {link.name} ({link.uplink_bits_per_s / 1e6:g} Mb/s up, {link.downlink_bits_per_s / 1e6:g} down, "
-        f"RTT {1e3 * link.rtt_s:g} ms) a token spends {result.milliseconds('low rank'):.1f} ms on the link: "
-        f"{1e3 * seconds['uplink']:.1f} up, {1e3 * seconds['downlink']:.1f} down, "
-        f"{1e3 * seconds['round_trips']:.1f} for {low.round_trips} round trips; "
-        f"a split LoRA would spend {result.milliseconds('split LoRA'):.0f} ms."
+        f"{result.model}, rank {result.rank}, on {link.name} (RTT {1e3 * link.rtt_s:g} ms): a token takes "
+        f"{result.milliseconds('low rank'):.1f} ms, {result.milliseconds('low rank') - waits:.1f} of them for its "
+        f"{results.bits(low.total_bits)}, {waits:.1f} for {low.round_trips} round trips. "
+        f"A split LoRA would take {result.milliseconds('split LoRA'):.1f} ms."
     )
 
 
@@ -78,4 +74,5 @@ def explorer() -> Explorer:
         "link": links("5g"),
         "endpoints": ipywidgets.Checkbox(value=True, description="Count the end points"),
     }
-    return Explorer(controls, compute, read_out, draw)
+    question = "What saves a token more time: a lower rank, or a link with a shorter round trip?"
+    return Explorer(controls, compute, read_out, draw, question)

@@ -28,6 +28,7 @@ PLACES = dict(
     training="wire.training",
     exercises="exercises",
     plots="plots",
+    waits="waits",
     widget="widget",
 )
 

@@ -43,6 +43,13 @@ def steal(function: object) -> Verdict:
     def hint(got, u, v):
         if torch.allclose(got, recover_m(u, v).float().T, atol=1e-4):
             return "that is M transposed; the pairs are rows, so that v = u Mᵀ"
+        known = {
+            "that leads from v back to u": recover_m(v, u).float(),
+            "the products of v and u still hold those of u with itself: divide by uᵀu": v.T @ u,
+        }
+        for reason, wrong in known.items():
+            if any(got.shape == each.shape and torch.allclose(got, each, atol=1e-4) for each in (wrong, wrong.T)):
+                return reason
         few = recover_m(u[: u.shape[1]], v[: u.shape[1]]).float()
         return "all tokens count, not the first r alone" if torch.allclose(got, few, rtol=0.05, atol=1e-2) else ""
 
@@ -55,24 +62,28 @@ def read_labels(function: object) -> Verdict:
     ``hidden`` and ``gradient`` are ``(tokens, hidden)``, ``head`` is ``(vocab, hidden)``.
     """
     generator, cases = torch.Generator().manual_seed(0), []
-    for tokens, vocab, width in ((6, 40, 8), (9, 30, 12)):
+    for tokens, vocab, width in ((12, 40, 12), (9, 30, 12)):
         hidden, head = (torch.randn(n, width, generator=generator) for n in (tokens, vocab))
+        head *= torch.linspace(0.5, 2, vocab)[:, None]  # long rows and short ones
         label = torch.randint(vocab, (tokens,), generator=generator)
         wrong = (hidden @ head.T).softmax(-1) - torch.nn.functional.one_hot(label, vocab)
         cases.append(((hidden, wrong @ head, head), label))
 
     def hint(got, hidden, gradient, head):
-        p = (hidden @ head.T).softmax(-1)
-        known = {
-            "that is what the model would have written; the label is what it should have": p.argmax(-1),
-            "without the softmax of hidden: the gradient is headᵀ(p - e), so that p is needed": recover_tokens(
-                -gradient, head
-            ),
-            "the gradient is headᵀ(p - e): take it from headᵀp, and not the other way round": recover_tokens(
-                gradient - p @ head, head
-            ),
-        }
-        return next((reason for reason, tokens in known.items() if torch.equal(got.long(), tokens)), "")
+        logits = hidden @ head.T
+        p = logits.softmax(-1)
+        row = p @ head - gradient
+        no_p = "without the softmax of hidden: the gradient is headᵀ(p - e), so that p is needed"
+        turned = "the gradient is headᵀ(p - e): take it from headᵀp, and not the other way round"
+        known = (
+            (p.argmax(-1), "that is what the model would have written; the label is what it should have"),
+            (recover_tokens(-gradient, head), no_p),
+            ((-gradient @ head.T).argmax(-1), no_p),
+            (recover_tokens(-row, head), turned),
+            (recover_tokens(logits @ head - gradient, head), "p is the softmax of the logits, and not the logits"),
+            ((row @ head.T).argmax(-1), "the nearest row is the label's; a long row has a large product with much"),
+        )
+        return next((reason for tokens, reason in known if torch.equal(got.long(), tokens)), "")
 
     return check_function(function, cases, "whoever trains across the wire shows every label.", hint)
 
@@ -143,6 +154,8 @@ def pays_from(function: object) -> Verdict:
             "a pass has several round trips, each of one RTT": (t_k - tokens * t_1) / (tokens - 1),
             "seconds are wanted, not milliseconds": 1e3 * right(tokens, t_1, t_k, round_trips),
             "compare times for as many tokens: a pass with guesses yields several": (t_k - t_1) / round_trips,
+            "compare times for as many tokens, tokens · t_1 with t_k": (t_k - t_1) / (tokens - 1) / round_trips,
+            "guesses save tokens - 1 passes": (t_k - tokens * t_1) / tokens / round_trips,
         }
         return next((reason for reason, value in known.items() if abs(got - value) < 1e-9), "")
 

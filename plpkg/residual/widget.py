@@ -169,4 +169,5 @@ def explorer() -> Explorer:
         "rank": ipywidgets.SelectionSlider(options=RANKS, value=32, description="Rank of M"),
         "layer": ipywidgets.SelectionSlider(options=layers, value=2, description="Layer"),
     }
-    return Explorer(controls, compute, read_out, draw)
+    question = "How many tokens does the cloud need before it has M, and how does that depend on the rank?"
+    return Explorer(controls, compute, read_out, draw, question)

@@ -46,13 +46,20 @@ def best_units(function: object) -> Verdict:
             return "the places are wanted, not the scores that stay"
         if stabilizers and got.shape[-1] == budget + stabilizers:
             return "stabilizers count within the budget"
+        if (got.sort(-1).values.diff() == 0).any():
+            return "a unit stays once: choose the best among those that are no stabilizers"
         if torch.equal(got.sort(-1).values, expected):
             return "the right units, but they stay in their order of time"
+        if torch.equal(got.sort(-1).values, keep_indices(-scores[None], budget, stabilizers=stabilizers)[0]):
+            return "the units with the highest scores stay, and not those with the lowest"
+        first = keep_indices(scores.flip(1)[None], budget, stabilizers=stabilizers)[0]
+        if torch.equal(got.sort(-1).values, (scores.shape[1] - 1 - first).sort(-1).values):
+            return "the stabilizers are the last units of a head, and not the first"
         if not stabilizers:
             return "without stabilizers only the scores count; scores[:, -0:] is all of them"
         if torch.equal(got.sort(-1).values, keep_indices(scores[None], budget)[0]):
             return "the last units of a head stay whatever their score"
-        return ""
+        return "each head keeps its own best units" if got.shape == expected.shape and (got == got[0]).all() else ""
 
     return check_function(
         function, cases(), "the best of each head, the last ones among them, in their order of time.", hint
@@ -81,15 +88,27 @@ def labels(function: object) -> Verdict:
         paid = logits(q, k)
         if len(got) == len(q) != len(k):
             return "a KV head has one label for a unit: the highest of the query heads that share it"
-        interleaved = logits(q.unflatten(0, (-1, len(k))).transpose(0, 1).flatten(0, 1), k)
-        known = {
-            "the logits are scaled by one over the root of d": paid.amax(dim=(1, 2)) * q.shape[-1] ** 0.5,
-            "the highest logit is wanted, not the mean": paid.mean(dim=(1, 2)),
-            "the highest logit is wanted, not the sum": paid.sum(dim=(1, 2)),
-            "the logit is wanted, before the softmax": paid.softmax(-1).amax(dim=(1, 2)),
-            "a KV head serves neighbouring query heads: 0 and 1, say, then 2 and 3": interleaved.amax(dim=(1, 2)),
-        }
-        return next((reason for reason, wrong in known.items() if torch.allclose(got, wrong, atol=1e-4)), "")
+        if got.shape[-1] == q.shape[1] != k.shape[1]:
+            return "the units of the prompt have labels, and not the tokens of the answer"
+        root, mean = q.shape[-1] ** 0.5, "the highest logit is wanted, not the mean"
+        shared = "a KV head serves neighbouring query heads, 0 and 1, say, then 2 and 3: repeat_interleave, not repeat"
+        repeated = (q @ k.repeat(len(q) // len(k), 1, 1).mT / root).amax(1)  # (heads, prompt), as the next
+        neighbours = paid.amax(2).flatten(0, 1)
+        known = (
+            (paid.amax((1, 2)) * root, "the logits are scaled by one over the root of d"),
+            (paid.amax((1, 2)) / root, "the logits are scaled by one over the root of d, and not by one over d"),
+            *((wrong, mean) for wrong in (paid.mean((1, 2)), paid.amax(1).mean(1), paid.amax(2).mean(1))),
+            *((paid.mean(axis).amax(1), mean) for axis in (1, 2)),
+            (paid.sum((1, 2)), "the highest logit is wanted, not the sum"),
+            (paid.abs().amax((1, 2)), "the highest logit is wanted, with its sign"),
+            (paid.softmax(-1).amax((1, 2)), "the logit is wanted, before the softmax"),
+            (repeated.unflatten(0, (len(k), -1)).amax(1), shared),
+            *((each.unflatten(0, (-1, len(k))).amax(0), shared) for each in (repeated, neighbours)),
+            (paid[:, 0].amax(1), "all query heads that share a KV head count, not the first alone"),
+            (paid[:, :, -1].amax(1), "all tokens of the answer count, not the last alone"),
+            (paid[:, :, 0].amax(1), "all tokens of the answer count, not the first alone"),
+        )
+        return next((reason for wrong, reason in known if torch.allclose(got, wrong, atol=1e-4)), "")
 
     return check_function(
         function,

@@ -123,4 +123,5 @@ def explorer() -> Explorer:
         "budget": ipywidgets.IntSlider(value=12, min=4, max=48, description="Budget (units)"),
         "stabilizers": ipywidgets.IntSlider(value=0, min=0, max=16, description="Stabilizers (units)"),
     }
-    return Explorer(controls, compute, read_out, draw)
+    question = "Which scorers find all six values with only 12 units in each head?"
+    return Explorer(controls, compute, read_out, draw, question)

@@ -1,6 +1,6 @@
 """The checkers of notebook 06's exercises."""
 
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate, groupby, pairwise, product
 from random import Random
 
 from plpkg.exercise import Verdict, check_function, check_number
@@ -16,8 +16,11 @@ def adapters_per_backbone(answer: object) -> Verdict:
         tolerance=0.01,
         explanation="each has 32 layers × 2 projections × 8 × (4,096 + 4,096) = 4.2 million numbers of 6.74 billion.",
         hints={
-            2 * expected: "each projection has an A and a B.",
+            8 * expected: "the rank is missing: A has 8 rows, and B has 8 columns.",
+            2 * expected: "two projections, and each has an A and a B.",
             expected / 2: "q and v only: two projections a layer.",
+            expected * 2 / 3: "q and v only: two projections a layer.",
+            expected * 8 * 2 / 4096: "that is the whole update, 4,096 × 4,096; an adapter keeps A and B.",
             32 * expected: "there are 32 layers.",
         },
         hint="Divide 6.74 billion by the numbers of one adapter: layers × projections × rank × (in + out).",
@@ -35,11 +38,20 @@ def segments(function: object) -> Verdict:
             return "a list of tuples is wanted"
         if got == each:
             return "neighbours of one owner are one segment"
+        if got == right(owners, lengths)[:-1]:
+            return "the last segment counts as well"
+        of = {owner for *_, owner in got}
+        if of and None in set(owners) - of:
+            return "requests without an adapter have a segment as well, with None"
+        if of == set(owners) and len(of) == len(got) < len(right(owners, lengths)):
+            return "an owner that comes again after another starts a new segment"
         for runs in (right(owners, lengths), each):
             if got == [(start, stop - start, owner) for start, stop, owner in runs]:
                 return "a segment says where it stops, and not how long it is"
             if got == [(start, stop - 1, owner) for start, stop, owner in runs]:
                 return "stop is the first row that does not belong to it, as in a slice"
+            if [(start - 1, owner) for start, _, owner in got] == [(start, owner) for start, _, owner in runs]:
+                return "rows are counted from 0"
         return "segments count tokens, not requests" if got[-1][1] == len(owners) != ends[-1] else ""
 
     def right(owners, lengths) -> list[tuple]:
@@ -47,10 +59,10 @@ def segments(function: object) -> Verdict:
         runs = [[k for k, _ in group] for _, group in groupby(enumerate(owners), key=lambda pair: pair[1])]
         return [(ends[run[0]], ends[run[-1] + 1], owners[run[0]]) for run in runs]
 
-    random, cases = Random(0), []
+    random, batches = Random(0), [(["a", "a", None, "b", "a"], [2, 1, 3, 2, 4])]  # each likely slip shows
     for count in (1, 2, *(random.randint(3, 6) for _ in range(20))):
-        batch = random.choices(("a", "b", None), k=count), [random.randint(1, 5) for _ in range(count)]
-        cases.append((batch, right(*batch)))
+        batches.append((random.choices(("a", "b", None), k=count), [random.randint(1, 5) for _ in range(count)]))
+    cases = [(batch, right(*batch)) for batch in batches]
     explanation = "one segment for each adapter, as long as all tokens of its requests."
     return check_function(function, cases, explanation, hint)
 
@@ -75,8 +87,15 @@ def gradient_of_x(function: object) -> Verdict:
             raise
 
     def hint(got, g, downs, ups, scales, runs) -> str:
-        if torch.allclose(got, right(g, downs, ups, [1.0] * len(scales), runs), atol=1e-4):
-            return "the scale belongs into the gradient as well"
+        if len(got) < len(g):
+            return "rows whose segment has no adapter stay zero"
+        for power, reason in ((0, "the scale belongs into the gradient as well"), (2, "the scale counts once")):
+            if torch.allclose(got, right(g, downs, ups, [scale**power for scale in scales], runs), atol=1e-4):
+                return reason
+        for adapters in product(range(len(downs)), repeat=len(runs)):
+            others = [(*run[:2], None if run[2] is None else i) for run, i in zip(runs, adapters, strict=True)]
+            if torch.allclose(got, right(g, downs, ups, scales, others), atol=1e-4):
+                return "a segment says itself which adapter it has"
         rows = ~torch.isclose(got, right(g, downs, ups, scales, runs), atol=1e-4).all(1)
         wrong = {i for start, stop, i in runs if rows[start:stop].any()}
         if wrong == {None}:

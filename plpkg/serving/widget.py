@@ -45,4 +45,5 @@ def explorer() -> Explorer:
         "rank": ipywidgets.SelectionSlider(options=powers[2:], value=16, description="Rank (values)"),
         "requests": ipywidgets.SelectionSlider(options=powers, value=32, description="Batch (requests)"),
     }
-    return Explorer(controls, compute, read_out, draw)
+    question = "For which popularity is switching between adapters as fast as one batch for all?"
+    return Explorer(controls, compute, read_out, draw, question)

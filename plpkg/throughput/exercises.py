@@ -45,10 +45,12 @@ def roofline(function: object) -> Verdict:
     def hint(got, parameters, positions, bits, bytes_per_s, flops_per_s) -> str:
         read, computed = parameters * bits / 8 / bytes_per_s, 2 * parameters * positions / flops_per_s
         known = {
-            min(read, computed): "the longer of the two is the time, not the shorter",
+            read: "at many positions arithmetic takes longer: the longer of the two is the time, not the shorter",
+            computed: "at few positions reading takes longer: the longer of the two is the time, not the shorter",
             read + computed: "reading and computing go on at the same time: the longer counts, not the sum",
             8 * read: "a byte has 8 bits",
             positions * read: "the weights are read once for all positions",
+            8 * read / bits: "a parameter has bits / 8 bytes",
             computed / 2: "a weight is multiplied and added: two operations for each position",
         }
         return next((said for value, said in known.items() if math.isclose(got, value, rel_tol=1e-4)), "")
@@ -68,12 +70,20 @@ def break_even(function: object) -> Verdict:
 
     def hint(got, tokens_per_s, num_layers, phone_tokens_per_s) -> str:
         left = 1 / phone_tokens_per_s - 1 / tokens_per_s
+        trips = 1 + num_layers
         known = {
             left / num_layers: "the end points make one more round trip",
             left: "that is for one round trip a token",
-            1e3 * left / (1 + num_layers): "seconds are wanted, not milliseconds",
-            1 / phone_tokens_per_s / (1 + num_layers): "the split needs its own time as well",
+            left / (2 * trips): "a round trip is there and back already",
+            -left / trips: "the split waits for what the phone's token takes longer, not the other way round",
+            1e3 * left / trips: "seconds are wanted, not milliseconds",
+            1 / phone_tokens_per_s / trips: "the split needs its own time as well",
         }
+        for speed in (tokens_per_s - phone_tokens_per_s, tokens_per_s + phone_tokens_per_s):
+            if any(
+                math.isclose(abs(got), wrong, rel_tol=1e-4) for wrong in (speed / trips, 1 / speed / trips, 1 / speed)
+            ):
+                return "times add up, not speeds: a token's time is one over the speed"
         return next((said for value, said in known.items() if math.isclose(got, value, rel_tol=1e-4)), "")
 
     return check_function(

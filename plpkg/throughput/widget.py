@@ -66,4 +66,5 @@ def explorer() -> Explorer:
     controls["link"].observe(  # before the explorer observes it, and draws
         lambda change: setattr(controls["rtt_ms"], "value", 1e3 * catalog.link(change["new"]).rtt_s), "value"
     )
-    return Explorer(controls, compute, read_out, draw)
+    question = "At which round-trip time does the split model become slower than the phone alone?"
+    return Explorer(controls, compute, read_out, draw, question)

@@ -15,16 +15,6 @@ def test_the_split_names_what_each_side_holds_and_what_crosses():
     assert "A x comes down" in theme.alt(ax.figure)
 
 
-def test_the_other_systems_are_four():
-    ax = plots.systems()
-    said = [text.get_text() for text in ax.texts]
-    for name in ("Locret", "Ghost clipping", "Multi-tenant LoRA", "AutLearn"):
-        assert name in said
-        assert name in theme.alt(ax.figure)
-    assert said.count("device") == 3
-    assert len(ax.get_legend().get_texts()) == 3
-
-
 def test_sequence_chart_draws_every_message():
     messages = list(communication.low_rank_messages("gpt2", 8, adapted_layers=2))
     ax = plots.sequence_chart(messages)

@@ -8,9 +8,8 @@ def test_compute_and_read_out():
     result = widget.compute("llama-7b", 32, "5g", True)
     assert result.low_rank == communication.low_rank("llama-7b", 32)
     text = widget.read_out(result)
-    assert "229.4 kbit per token" in text
-    assert "On 5g (60 Mb/s up, 100 down, RTT 33 ms) a token spends" in text
-    assert "1089.0 for 33 round trips" in text
+    assert "rank 32, on 5g (RTT 33 ms): a token takes 1092.1 ms" in text
+    assert "3.1 of them for its 229.4 kbit, 1089.0 for 33 round trips" in text
 
 
 def test_a_baseline_says_whether_it_has_the_end_points():

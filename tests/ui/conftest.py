@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import nbformat
 import pytest
@@ -31,18 +32,25 @@ def tags(cell) -> list[str]:
     return cell.metadata.get("tags", [])
 
 
-NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+FOLDER = ROOT / "notebooks"
+NOTEBOOKS = sorted([*FOLDER.glob("*.ipynb"), *FOLDER.glob("reports/*.ipynb")])
 WITH_WIDGET = [path for path in NOTEBOOKS if any("widget" in tags(cell) for cell in nbformat.read(path, 4).cells)]
 
 
-@pytest.fixture(params=NOTEBOOKS, ids=lambda path: path.stem)
+def name_of(path: Path) -> str:
+    """A lesson and its report have the same stem."""
+    return "-".join(path.relative_to(FOLDER).with_suffix("").parts)
+
+
+@pytest.fixture(params=NOTEBOOKS, ids=name_of)
 def notebook(request):
     return request.param
 
 
-@pytest.fixture(params=WITH_WIDGET, ids=lambda path: path.stem)
+@pytest.fixture(params=WITH_WIDGET, ids=name_of)
 def widget_notebook(request):
-    return request.param
+    """Its name in JupyterLab's folder."""
+    return f"{name_of(request.param)}.ipynb"
 
 
 @pytest.fixture(scope="session")
@@ -105,9 +113,44 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+HELD = """
+def hold_explorers(begin, hold):
+    from time import sleep
+
+    def held(explorer, controls, compute, *others):
+        def waiting(**values):
+            while hold.exists():
+                sleep(0.01)
+            return compute(**values)
+
+        begin(explorer, controls, waiting, *others)
+
+    return held
+
+
+import pathlib
+import plpkg.explorer
+
+plpkg.explorer.Explorer.__init__ = hold_explorers(plpkg.explorer.Explorer.__init__, pathlib.Path({hold!r}))
+"""
+"""What each kernel runs first: as long as there is a file, no explorer comes to its result."""
+
+
+class Server(NamedTuple):
+    """Where it listens, its folder, and the file there that holds its explorers."""
+
+    address: str
+    folder: Path
+    hold: Path
+
+
 @contextlib.contextmanager
 def started(command: list[str], port: int, home: Path):
-    """The address of a server, which SIGTERM to its process group has to end."""
+    """A server, which SIGTERM to its process group has to end."""
+    hold = home / "hold"
+    startup = home / "ipython" / "profile_default" / "startup"
+    startup.mkdir(parents=True)
+    (startup / "held.py").write_text(HELD.format(hold=str(hold)))
     environment = os.environ | {
         "JUPYTERLAB_SETTINGS_DIR": str(home / "settings"),
         "JUPYTERLAB_WORKSPACES_DIR": str(home / "workspaces"),
@@ -129,7 +172,7 @@ def started(command: list[str], port: int, home: Path):
                 return True
 
         wait_until(listens)
-        yield f"http://127.0.0.1:{port}"
+        yield Server(f"http://127.0.0.1:{port}", home, hold)
     finally:
         os.killpg(server.pid, signal.SIGTERM)
         server.wait(PATIENCE_S)
@@ -137,27 +180,27 @@ def started(command: list[str], port: int, home: Path):
 
 @pytest.fixture(scope="session")
 def lab(tmp_path_factory):
-    """The address of a JupyterLab whose folder holds each widget notebook, cut to what its widget needs."""
+    """A JupyterLab whose folder holds each widget notebook, cut to what its widget needs."""
     home = tmp_path_factory.mktemp("lab")
     for path in WITH_WIDGET:
-        nbformat.write(cut_to_widget(path), home / path.name)
+        nbformat.write(cut_to_widget(path), home / f"{name_of(path)}.ipynb")
     write_settings(home / "settings")
     port = free_port()
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
     command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}"]
-    with started(command, port, home) as address:
-        yield address
+    with started(command, port, home) as server:
+        yield server
 
 
 @pytest.fixture
 def demo(tmp_path):
-    """The address of what ``make demo`` serves; nothing is installed for it."""
+    """What ``make demo`` serves; nothing is installed for it."""
     port = free_port()
     options = f"--no-browser --Voila.ip=127.0.0.1 --port={port} --Voila.port_retries=0"
     command = ["make", "--old-file=install", "demo", f"VENV={sys.prefix}", f"DEMO={options}"]
-    with started(command, port, tmp_path) as address:
-        yield address
+    with started(command, port, tmp_path) as server:
+        yield server
 
 
 def cut_to_widget(path: Path):

@@ -13,32 +13,42 @@ from waiting import wait_until
 
 pytestmark = pytest.mark.browser
 CONTROLS = "select, .noUi-handle, input[type=checkbox], input[type=text]"
-FITS = """() => {
-    const edge = document.querySelector(".plpkg-explorer").parentElement.getBoundingClientRect().right
-    const parts = document.querySelectorAll(".plpkg-explorer .widget-hbox > *")
-    return [...parts].every(e => e.scrollWidth <= e.clientWidth + 1 && e.getBoundingClientRect().right <= edge + 1)
-}"""
-"""Whether no label, slider or value is cut off."""
+FITS = """() => [...document.querySelectorAll(".plpkg-explorer")].every(explorer => {
+    const box = explorer.getBoundingClientRect()
+    const picture = explorer.querySelector("img").getBoundingClientRect()
+    const parts = explorer.querySelectorAll("p, .widget-inline-hbox > *, .widget-label-basic > span")
+    return box.right <= innerWidth && picture.right <= box.right && box.bottom - picture.bottom < 10
+        && explorer.scrollWidth <= explorer.clientWidth
+        && [...parts].every(e => e.scrollWidth <= e.clientWidth + 1 && e.getBoundingClientRect().right <= box.right)
+})"""
+"""Whether no label, slider or value is cut off, and nothing is left blank below a picture."""
 
 
-def move(explorer, control):
-    """Move a control with the keyboard: what the explorer says and shows has to follow."""
+def move(server, explorer, control):
+    """Move a control with the keyboard: the explorer has to say that it computes, and then what, and to show it."""
     read_out, picture = explorer.locator(".plpkg-read-out"), explorer.locator("img")
+    computing = read_out.get_by_text("computing …")
     label = control.evaluate("element => element.closest('.plpkg-explorer > *').innerText")
     assert re.search(r"\w", label)
     words, source = read_out.inner_text(), picture.get_attribute("src")
+    height = explorer.bounding_box()["height"]
     control.focus()
     kind = control.evaluate("element => element.tagName + '.' + (element.type || '')")
     if kind == "INPUT.text":
         control.page.keyboard.type("One more. ")
+    server.hold.touch()
     control.page.keyboard.press({"INPUT.checkbox": "Space", "INPUT.text": "Enter"}.get(kind, "ArrowRight"))
+    expect(computing).to_be_visible()
+    assert explorer.bounding_box()["height"] == height
+    server.hold.unlink()
+    expect(computing).to_have_count(0)
     expect(read_out).not_to_have_text(words)
     expect(picture).not_to_have_attribute("src", source)
     assert picture.evaluate("image => image.naturalWidth") > 300
 
 
 def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
-    page.goto(f"{lab}/lab/workspaces/{widget_notebook.stem}/tree/{widget_notebook.name}")
+    page.goto(f"{lab.address}/lab/tree/{widget_notebook}?reset")
     page.locator(".jp-Notebook .jp-Cell").first.wait_for()
     # The kernel has to be there: what is run before it answers is lost.
     expect(page.locator("#jp-bottom-panel")).to_contain_text("Python 3 (ipykernel) | Idle")
@@ -50,27 +60,41 @@ def test_every_control_answers_to_the_keyboard(lab, page, widget_notebook):
     controls = explorer.locator(CONTROLS)
     assert 1 <= controls.count() <= 4
     for index in range(controls.count()):
-        move(explorer, controls.nth(index))
+        move(lab, explorer, controls.nth(index))
     assert page.locator(".jp-OutputArea-output[data-mime-type='application/vnd.jupyter.error']").count() == 0
-    page.set_viewport_size({"width": 700, "height": 1000})
-    page.wait_for_function(FITS)
+    for width in (1400, 700, 380):
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.wait_for_function(FITS)
+
+
+def test_the_demo_says_that_it_starts_and_each_explorer_fits_a_narrow_window(demo, page):
+    demo.hold.touch()
+    page.goto(f"{demo.address}?room={'&room='.join(ROOMS)}", wait_until="commit")
+    starting = page.get_by_text("Starting Python for this page")
+    expect(starting).to_be_visible()
+    demo.hold.unlink()
+    explorers = page.locator(".plpkg-explorer")
+    expect(explorers.locator("img")).to_have_count(len(ROOMS))
+    expect(starting).to_be_hidden()
+    for width in (1400, 700, 380):
+        page.set_viewport_size({"width": width, "height": 1000})
+        page.wait_for_function(FITS)
+        for explorer in explorers.all():
+            move(demo, explorer, explorer.locator(CONTROLS).first)
+        page.wait_for_function(FITS)
 
 
 def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo, page, tmp_path):
     errors, elsewhere = [], []
     page.on("pageerror", lambda error: errors.append(error))  # playwright takes no method of a list
     page.on("request", lambda request: elsewhere.append(request) if "//127.0.0.1:" not in request.url else None)
-    page.set_viewport_size({"width": 700, "height": 1000})
-    page.goto(demo)
+    page.goto(demo.address)
     explorers = page.locator(".plpkg-explorer")
     code = page.locator(".jp-InputArea-editor, [data-mime-type$='.error'], [data-mime-type$='.stderr']")
     expect(explorers.locator("img")).to_have_count(3)
     assert code.count() == 0
     for explorer in explorers.all():
-        move(explorer, explorer.locator(CONTROLS).first)
-        for control in explorer.locator(".noUi-target, img").all():
-            box = control.bounding_box()
-            assert 0 <= box["x"] < box["x"] + box["width"] <= 700
+        move(demo, explorer, explorer.locator(CONTROLS).first)
     others = page.locator("a[href^='?room=']")
     rooms = [other.get_attribute("href").removeprefix("?room=") for other in others.all()]
     assert {*rooms, "communication", "throughput", "serving.service"} == {*ROOMS}
@@ -78,7 +102,7 @@ def test_the_demo_shows_three_explorers_and_no_code_and_leads_to_the_others(demo
     page.get_by_role("link", name="many people on one GPU").click()
     expect(page.locator("h2")).to_contain_text("Many people on one GPU")
     expect(explorers.locator("img")).to_have_count(1)
-    move(explorers, explorers.locator(CONTROLS).first)
+    move(demo, explorers, explorers.locator(CONTROLS).first)
     wait_until(lambda: "Kernel shutdown" in (tmp_path / "server.log").read_text())  # of the page that was left
     assert code.count() == 0
     assert errors == []

@@ -65,4 +65,5 @@ def explorer() -> Explorer:
         "slots": slider("Slots (adapters)", [10, 12, 14, 16, 17], 16),
         "fetch_s": slider("Store latency (s)", [0.25, 0.5, 1.0, 2.0, 4.0], 0.25),
     }
-    return Explorer(controls, compute, read_out, draw_beside_the_last)
+    question = "What shortens the longest wait more: less patience, or a 17th slot?"
+    return Explorer(controls, compute, read_out, draw_beside_the_last, question)
