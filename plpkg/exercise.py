@@ -101,13 +101,13 @@ def compare(prediction: object, value: float, unit: str) -> Verdict:
 
     value = float(value)
     if prediction is None:
-        return Verdict(False, f"It is {shown(value)}. (No prediction yet: write one above and run both cells again.)")
+        return Verdict(False, f"It is {shown(value)}. (No prediction yet: put one where None stands, and run again.)")
     said = _number(prediction)
     if said is None or not math.isfinite(said):
         return _no_number(prediction, unit)
     sentence = f"You said {shown(said)}; it is {shown(value)}"
     if abs(said - value) <= (0.1 + 1e-9) * abs(value):
-        return Verdict(True, f"{sentence}: right within a tenth.")
+        return Verdict(True, f"{sentence}: right{'' if shown(said) == shown(value) else ' within a tenth'}.")
     size = "too much" if said > value else "too little"
     if said > 0 and value > 0:
         size = f"{_digits(max(said / value, value / said), 2)} times {size}"

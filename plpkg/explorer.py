@@ -18,6 +18,7 @@ from plpkg import theme
 STYLE = """<style>
 .plpkg-explorer { container-type: inline-size; width: 100%; }
 .plpkg-explorer p { line-height: 1.5; margin: 0.4em 0; }
+.plpkg-explorer .slider-container { margin: 0 10px; }
 .plpkg-explorer img { transition: opacity 0.2s; }
 .plpkg-explorer:has(.plpkg-computing) img { opacity: 0.3; }
 .plpkg-earlier { animation: plpkg-hide 0s 0.2s forwards; }
@@ -29,8 +30,8 @@ STYLE = """<style>
   .plpkg-explorer .widget-label { flex: 1; text-align: left; width: auto !important; }
   .plpkg-explorer .widget-checkbox > .widget-label { display: none; }
   .plpkg-explorer .widget-readout { max-width: none; text-align: right; }
-  .plpkg-explorer .slider-container { flex: 1 1 90%; order: 1; }
-  .plpkg-explorer .widget-text > input { flex: 1 1 90%; }
+  .plpkg-explorer .slider-container { flex: 1 1 90%; margin: 6px 10px 10px; order: 1; }
+  .plpkg-explorer .widget-text > .widget-label { flex-basis: 100%; }
 }
 </style>"""
 """A narrow explorer has each label and value above its slider. The sign that it computes takes the place of the earlier

@@ -72,7 +72,7 @@ def test_every_notebook_is_linked_from_a_name_that_it_uses(pages):
     named = {page for those in pages.uses().values() for page in those}
     folder = ROOT / "notebooks"
     assert named == {path.relative_to(folder).with_suffix("").as_posix() for path in pages.NOTEBOOKS}
-    assert "02_residual" in pages.uses()["plpkg.residual.config.PrivateLoraConfig"]
+    assert "reports/02_residual" in pages.uses()["plpkg.residual.config.PrivateLoraConfig"]
 
 
 def test_the_pages_are_the_notebooks_the_texts_and_a_page_a_module(pages, tmp_path):

@@ -71,7 +71,7 @@ def test_only_a_quantity_has_another_unit(answer, unit, other):
 @pytest.mark.parametrize(
     ("prediction", "value", "unit", "message"),
     [
-        (None, 20.5, "kB", "It is 20.5 kB. (No prediction yet: write one above and run both cells again.)"),
+        (None, 20.5, "kB", "It is 20.5 kB. (No prediction yet: put one where None stands, and run again.)"),
         (40, 20.5, "kB", "You said 40 kB; it is 20.5 kB: 2 times too much."),
         (20, 20.5, "kB", "You said 20 kB; it is 20.5 kB: right within a tenth."),
         ("20", 20.5, "kB", "You said 20 kB; it is 20.5 kB: right within a tenth."),
@@ -82,13 +82,13 @@ def test_only_a_quantity_has_another_unit(answer, unit, other):
         (3, 1000.0, "notes", "You said 3 notes; it is 1,000 notes: 330 times too little."),
         (10**6, 123_456, "bytes", "You said 1,000,000 bytes; it is 123,456 bytes: 8.1 times too much."),
         (1, 6_738_415_616, "weights", "You said 1 weights; it is 6.74e+09 weights: 6.7e+09 times too little."),
-        (1234.5, 1234.5, "", "You said 1,230; it is 1,230: right within a tenth."),
-        (0, 0, "nats", "You said 0 nats; it is 0 nats: right within a tenth."),
+        (1234.5, 1234.5, "", "You said 1,230; it is 1,230: right."),
+        (0, 0, "nats", "You said 0 nats; it is 0 nats: right."),
         (1e-9, 0, "nats", "You said 1e-09 nats; it is 0 nats: too much."),
         (0, 2, "nats", "You said 0 nats; it is 2 nats: too little."),
         (-2.1, -2, "nats", "You said -2.1 nats; it is -2 nats: right within a tenth."),
         (-4, 2, "nats", "You said -4 nats; it is 2 nats: too little."),
-        (torch.tensor(2.0), np.float32(2.0), "s", "You said 2 s; it is 2 s: right within a tenth."),
+        (torch.tensor(2.0), np.float32(2.0), "s", "You said 2 s; it is 2 s: right."),
         (True, 1, "s", "A bare number of s is wanted here, got True."),
         ("40 kB", 20.5, "kB", "A bare number of kB is wanted here, got '40 kB'."),
         (math.nan, 20.5, "kB", "A bare number of kB is wanted here, got nan."),
@@ -99,7 +99,7 @@ def test_only_a_quantity_has_another_unit(answer, unit, other):
 def test_a_prediction_is_compared(prediction, value, unit, message):
     verdict = compare(prediction, value, unit)
     assert repr(verdict) == message
-    assert bool(verdict) is ("right within" in message)
+    assert bool(verdict) is (": right" in message)
 
 
 def doubled(function):

@@ -21,16 +21,6 @@ SLIPS = [
     ("clipping.crossover_positions", 384, 768, "both Gram"),
     ("clipping.crossover_positions", 384, 192, "two operations"),
     ("clipping.crossover_positions", 384, 100, "too small"),
-    ("communication.kv_heads", 3145.728, 6291.456, "keys and values have only 8 heads"),
-    ("communication.half_from_endpoints", 42.7, 128, "counts one projection"),
-    ("communication.half_from_endpoints", 42.7, 21.3, "compares one end point"),
-    ("communication.half_from_endpoints", 42.7, 85.3, "compares both end points"),
-    ("communication.kv_heads", 3145.728, 393.216, "another unit"),
-    ("communication.kv_heads", 3145.728, 1048.576, "the query comes up as well"),
-    ("communication.kv_heads", 3145.728, 98.304, "one layer"),
-    ("communication.kv_heads", 3145.728, 2097.152, "the query projection alone"),
-    ("communication.kv_heads", 3145.728, 5242.88, "both directions"),
-    ("communication.kv_heads", 3145.728, 196.608, "thousands of values"),
     ("communication.round_trips", 820, 41, "one pass"),
     ("communication.round_trips", 820, 20, "that is the passes"),
     ("communication.round_trips", 820, 801, "in every pass"),
@@ -150,10 +140,6 @@ def guarded(public, personal, right, allowance, lead=0):
     return shown
 
 
-def token_bytes(hidden, num_layers, rank, bits, projections=3):
-    return ((hidden + projections * num_layers * rank) * bits / 8,) * 2
-
-
 def follows(received, rules, passes=99, enough=all):
     known = set(received)
     for _ in range(passes):
@@ -193,10 +179,6 @@ def labels(q, k, scale=True, how="amax", repeat=False, far=False, of=lambda logi
     logits = of(q @ keys.transpose(1, 2) / (q.shape[-1] ** 0.5 if scale else 1))
     logits = logits.unflatten(0, (group, -1)).transpose(0, 1) if far else logits.unflatten(0, (-1, group))
     return getattr(logits, how)(dim=(1, 2))
-
-
-def steal(u, v):
-    return torch.linalg.lstsq(u, v).solution.T
 
 
 def nearest_row(queries, rows):
@@ -250,16 +232,6 @@ def pays_unseen_errors(*case):
 
 
 FUNCTIONS = [  # the right function above is called as its checker is
-    ("communication.token_bytes", lambda h, *a: token_bytes(0, *a), "the embedding goes up"),
-    ("communication.token_bytes", lambda *a: token_bytes(*a, projections=1), "each have a residual"),
-    ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, r, 8 * b), "those are bits"),
-    ("communication.token_bytes", lambda *a: 2 * token_bytes(*a)[0], "both directions together"),
-    ("communication.token_bytes", lambda *a: token_bytes(*a)[0], "a tuple (up, down)"),
-    ("communication.token_bytes", lambda *a: list(token_bytes(*a)), "a tuple (up, down)"),
-    ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, r, 8), "bits / 8 bytes"),
-    ("communication.token_bytes", lambda h, n, r, b: token_bytes(h, n, h, b), "not hidden ones"),
-    ("communication.token_bytes", lambda h, n, *a: token_bytes(h * n, n, *a), "not in every layer"),
-    ("communication.token_bytes", lambda h, *a: token_bytes(2 * h, *a), "one end point"),
     ("communication.follows", lambda received, rules: list(follows(received, rules)), "a set is wanted"),
     ("communication.follows", lambda received, rules: follows(received, rules) - received, "is known, too"),
     ("communication.follows", lambda received, rules: follows(received, rules, passes=1), "until nothing new follows"),
@@ -444,10 +416,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("residual.pays_from", lambda *a: pays_from(*a, low=-1), "never negative"),
     ("residual.pays_from", lambda *a: 1e3 * pays_from(*a), "not milliseconds"),
     ("residual.pays_from", lambda e, t_1, t_k, n: pays_from(e, t_1, t_k, 1), "several round trips"),
-    ("residual.steal", lambda u, v: steal(u, v).T, "M transposed"),
-    ("residual.steal", lambda u, v: steal(v, u), "from v back to u"),
-    ("residual.steal", lambda u, v: v.T @ u, "divide by uᵀu"),
-    ("residual.steal", lambda u, v: steal(u[: u.shape[1]], v[: u.shape[1]]), "all tokens count"),
     ("serving.segments", lambda o, n: [(*run[:2], o[run[2]]) for run in segments(range(len(o)), n)], "neighbours"),
     ("serving.segments", lambda owners, lengths: segments(owners, [1] * len(owners)), "not requests"),
     ("serving.segments", lambda *a: [(i, j - i, owner) for i, j, owner in segments(*a)], "where it stops"),
@@ -549,7 +517,7 @@ def test_right_numbers_in_a_wrong_shape_are_called_right(checker, reshape):
 def test_only_a_quantity_has_another_unit(checker, right, off):
     room, _, name = checker.rpartition(".")
     message = getattr(exercises(room), name)(right * off).message
-    quantity = name in ("kv_heads", "rtt_for_half", "cached_share", "share_in_slots")
+    quantity = name in ("rtt_for_half", "cached_share", "share_in_slots")
     assert "another unit" not in message or quantity
 
 

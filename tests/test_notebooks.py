@@ -224,7 +224,7 @@ def test_a_lesson_takes_forty_minutes_at_most_and_as_long_as_it_says(lesson):
 def test_a_lesson_lets_the_reader_predict_change_and_compare(lesson):
     cells = code_cells(lesson)
     changed = [k for k, cell in enumerate(cells) if "# change me" in cell.source]
-    assert len(changed) >= 3
+    assert len(changed) >= 2
     for k in changed:
         here_and_after = "\n".join(cell.source for cell in cells[k : k + 3])
         assert re.search(r"my_guess|expected", cells[k].source)

@@ -32,7 +32,7 @@ def test_only_outputs_and_solutions_are_gone(folder, path):
     notebook, original = (nbformat.read(place, as_version=4) for place in (folder / path.name, path))
     nbformat.validate(notebook)
     assert START in "".join(cell.source for cell in original.cells)
-    assert "<summary>" not in "".join(cell.source for cell in notebook.cells)
+    assert START not in "".join(cell.source for cell in notebook.cells)
     for cell in notebook.cells:
         if cell.cell_type == "code":
             assert cell.outputs == []

@@ -79,6 +79,9 @@ def draw(plan: Plan, ax):
     """A bar for each way to learn."""
     ax = plots.plans(plan.ways, ax=ax)
     ax.set_title(f"chosen: {plan.chosen}")
+    # Here the picture is narrower than in the notebook, and the words at the longest bar need room.
+    ax.set_yticks(ax.get_yticks(), [way.replace(", ", ",\n", 1) for way in LEARNING])
+    ax.set_xlim(right=1.2 * ax.get_xlim()[1])
     return ax
 
 

@@ -20,14 +20,12 @@ ONLOOKERS = (CLOUD, LATER, CUSTOMER, WIRE)
 RECEIVED: dict[str, dict[str, tuple[str, ...]]] = {
     "PrivateLoRA": {
         CLOUD: ("embeddings", "A x", "M A x", "last hidden states"),
-        LATER: ("M",),
         WIRE: ("sizes and times",),
     },
     "Locret": {},
     "Ghost clipping": {LATER: ("weights with noise",)},
     "Multi-tenant LoRA": {
         CLOUD: ("prompts", "answers", "adapter"),
-        LATER: ("adapter",),
         CUSTOMER: ("how long they wait",),
         WIRE: ("sizes and times",),
     },
@@ -101,10 +99,10 @@ def read_out(sight: Sight) -> str:
 
 ROWS = {  # system: what is on your side, what is elsewhere, what goes there and back
     "PrivateLoRA": ("embedding, M,\nhead", "the layers", "embeddings, M A x", "A x, hidden states"),
-    "Multi-tenant LoRA": ("prompt; once,\nyour adapter", "one model,\nmany adapters", "all of it", "the answer"),
-    "AutLearn": ("the last layer\nlearns", "a public model", "", "the model"),
     "Locret": ("a long text, and\na small cache", "", "", ""),
     "Ghost clipping": ("gradients, clipped,\nand noise", "trained weights", "weights", ""),
+    "Multi-tenant LoRA": ("prompt; once,\nyour adapter", "one model,\nmany adapters", "all of it", "the answer"),
+    "AutLearn": ("the last layer\nlearns", "a public model", "", "the model"),
 }
 BADGES = {"PrivateLoRA": (1,), "Multi-tenant LoRA": (1, 3), "Ghost clipping": (2,)}
 """Which onlookers stand at what is elsewhere, by their number in :data:`ONLOOKERS`, from 1."""
@@ -135,7 +133,8 @@ def draw(sight: Sight | None = None, ax=None):
             drawing.arrow(ax, (11.3, y + 0.8), (6.9, y + 0.8), back, above=False)
         for k, number in enumerate(BADGES.get(system, ())):
             _badge(ax, 14.5 - 0.7 * k, y + 0.1, number, watching if coloured and watches(number) else "0.5")
-    _badge(ax, 9.1, 8.45, 4, watching if watches(4) else "0.5")
+        if WIRE in RECEIVED[system]:
+            _badge(ax, 9.1, y + 0.6, 4, watching if coloured and watches(4) else "0.5")
     names = [f"{number} {name}" for number, name in enumerate(ONLOOKERS, start=1)]
     drawing.note(ax, 7.5, 9.2, ", ".join(names[:2]))
     drawing.note(ax, 7.5, 9.8, ", ".join(names[2:]))
@@ -143,9 +142,9 @@ def draw(sight: Sight | None = None, ax=None):
     return theme.describe(
         ax,
         "Five rows, one for each system, with your side and somebody else's, and what crosses between them. "
-        "PrivateLoRA: embeddings and M A x go up, A x and hidden states come down. Multi-tenant LoRA: prompt and "
-        "adapter go up, the answer comes down. AutLearn: a public model comes down. Locret: nothing crosses. Ghost "
-        f"clipping: trained weights leave. Numbers show where four onlookers stand.{seen}",
+        "PrivateLoRA: embeddings and M A x go up, A x and hidden states come down. Locret: nothing crosses. Ghost "
+        "clipping: trained weights leave. Multi-tenant LoRA: prompt and adapter go up, the answer comes down. "
+        f"AutLearn: a public model comes down. Numbers show where four onlookers stand.{seen}",
     )
 
 

@@ -5,7 +5,7 @@ from random import Random
 import torch
 
 from plpkg.exercise import Verdict, check_function, check_number
-from plpkg.residual.attacks import recover_m, recover_tokens
+from plpkg.residual.attacks import recover_tokens
 from plpkg.residual.wire.writing import Writing
 
 
@@ -27,33 +27,6 @@ def tokens_until_m(answer: object) -> Verdict:
         },
         hint="Count unknowns and equations for one row of M: v_i = Σ_j M_ij u_j.",
     )
-
-
-def steal(function: object) -> Verdict:
-    """``steal(u, v)``: the M ``(r_d2c, r_c2d)`` that explains the pairs ``(tokens, r_c2d)`` and ``(tokens, r_d2c)``."""
-    generator = torch.Generator().manual_seed(0)
-    cases = []
-    for n, width_in, width_out in ((40, 6, 6), (30, 4, 7)):
-        u, m, rest = (
-            torch.randn(*size, generator=generator) for size in ((n, width_in), (width_out, width_in), (n, 1))
-        )
-        v = u @ m.T + 0.1 * rest  # no M explains it exactly
-        cases.append(((u, v), recover_m(u, v).float()))
-
-    def hint(got, u, v):
-        if torch.allclose(got, recover_m(u, v).float().T, atol=1e-4):
-            return "that is M transposed; the pairs are rows, so that v = u Mᵀ"
-        known = {
-            "that leads from v back to u": recover_m(v, u).float(),
-            "the products of v and u still hold those of u with itself: divide by uᵀu": v.T @ u,
-        }
-        for reason, wrong in known.items():
-            if any(got.shape == each.shape and torch.allclose(got, each, atol=1e-4) for each in (wrong, wrong.T)):
-                return reason
-        few = recover_m(u[: u.shape[1]], v[: u.shape[1]]).float()
-        return "all tokens count, not the first r alone" if torch.allclose(got, few, rtol=0.05, atol=1e-2) else ""
-
-    return check_function(function, cases, "what you wrote is the whole attack on a private M.", hint)
 
 
 def read_labels(function: object) -> Verdict:

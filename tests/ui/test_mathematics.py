@@ -13,7 +13,7 @@ SENTINEL = "$x$"
 """At the end of each text: JupyterLab sets a cell's mathematics at once, so where this is set, all is."""
 IS_SET = """count => {
     const texts = [...document.querySelectorAll(".jp-MarkdownCell .jp-RenderedMarkdown")]
-    return texts.length == count && texts.every(text => text.lastElementChild.querySelector("mjx-container"))
+    return texts.length == count && texts.every(text => text.querySelector(":scope > :last-child mjx-container"))
 }"""
 
 

@@ -14,12 +14,13 @@ from waiting import wait_until
 pytestmark = pytest.mark.browser
 CONTROLS = "select, .noUi-handle, input[type=checkbox], input[type=text]"
 FITS = """() => [...document.querySelectorAll(".plpkg-explorer")].every(explorer => {
-    const box = explorer.getBoundingClientRect()
+    const edge = explorer.getBoundingClientRect()
+    const inside = e => e.getBoundingClientRect().right <= edge.right + 1
+    const whole = e => e.scrollWidth <= e.clientWidth + 1
     const picture = explorer.querySelector("img").getBoundingClientRect()
-    const parts = explorer.querySelectorAll("p, .widget-inline-hbox > *, .widget-label-basic > span")
-    return box.right <= innerWidth && picture.right <= box.right && box.bottom - picture.bottom < 10
-        && explorer.scrollWidth <= explorer.clientWidth
-        && [...parts].every(e => e.scrollWidth <= e.clientWidth + 1 && e.getBoundingClientRect().right <= box.right)
+    return edge.right <= innerWidth && whole(explorer) && edge.bottom - picture.bottom < 10
+        && [...explorer.querySelectorAll("img, input, .noUi-handle")].every(inside)
+        && [...explorer.querySelectorAll("p, label, .widget-readout")].every(e => inside(e) && whole(e))
 })"""
 """Whether no label, slider or value is cut off, and nothing is left blank below a picture."""
 
