@@ -33,11 +33,6 @@ SLIPS = [
     ("residual.tokens_until_m", 64, 96, "in practice"),
     ("residual.tokens_until_m", 64, 63, "one direction open"),
     ("residual.tokens_until_m", 64, 1, "a single u"),
-    ("residual.late_round_trips", 17, 33, "its own answer"),
-    ("residual.late_round_trips", 17, 16, "one more"),
-    ("residual.late_round_trips", 17, 18, "wait together"),
-    ("residual.late_round_trips", 17, 32, "folded"),
-    ("residual.late_round_trips", 17, 5, "too small"),
     ("retention.peak_units", 17_408, 16_384, "left after a cut"),
     ("retention.peak_units", 17_408, 16_484, "left at the end"),
     ("retention.peak_units", 17_408, 131_072, "full cache"),
@@ -151,10 +146,6 @@ def turns(directions):
     return sum(a != b for a, b in itertools.pairwise(["", *directions])) // 2
 
 
-def roofline(parameters, positions, bits, bytes_per_s, flops_per_s, of=max):
-    return of((parameters * bits / 8 / bytes_per_s, 2 * parameters * positions / flops_per_s))
-
-
 def break_even(tokens_per_s, num_layers, phone_tokens_per_s):
     return (1 / phone_tokens_per_s - 1 / tokens_per_s) / (1 + num_layers)
 
@@ -191,18 +182,6 @@ def read_labels(hidden, gradient, head):
 
 def pays_from(tokens, t_1, t_k, round_trips, low=0.0):
     return max(low, (t_k - tokens * t_1) / (tokens - 1) / round_trips)
-
-
-def accept(guesses, choices):
-    for k, guess in enumerate(guesses):
-        if choices[k] != guess:
-            return choices[: k + 1]
-    return choices
-
-
-def keeps_the_guess(guesses, choices):
-    written = accept(guesses, choices)
-    return [*written[:-1], guesses[len(written) - 1]] if len(written) <= len(guesses) else written
 
 
 def peeks(public, personal, right, allowance):
@@ -242,14 +221,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("communication.turns", lambda d: len(d) // 2, "wait only once"),
     ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)) // 2, "the first message begins"),
     ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)), "one round trip"),
-    ("throughput.roofline", lambda *a: roofline(*a, of=min), "not the shorter"),
-    ("throughput.roofline", lambda *a: roofline(*a, of=sum), "not the sum"),
-    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 8 * b, *a), "8 bits"),
-    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 8, *a), "bits / 8 bytes"),
-    ("throughput.roofline", lambda p, n, *a: roofline(p, 1, *a), "at many positions"),
-    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, 0, *a), "at few positions"),
-    ("throughput.roofline", lambda p, n, b, *a: roofline(p, n, b * n, *a), "once for all positions"),
-    ("throughput.roofline", lambda p, n, b, r, f: roofline(p, n, b, r, 2 * f), "two operations"),
     ("throughput.break_even", lambda t, n, p: (t - p) / (1 + n), "not speeds"),
     ("throughput.break_even", lambda t, n, p: 1 / (t - p) / (1 + n), "not speeds"),
     ("throughput.break_even", lambda t, n, p: 1 / (t + p), "not speeds"),
@@ -390,12 +361,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("retention.labels", lambda q, k: labels(q, k, how="sum"), "not the sum"),
     ("retention.labels", lambda q, k: q @ k.repeat_interleave(len(q) // len(k), 0).mT, "that share it"),
     ("retention.labels", lambda q, k: q, "Not yet"),
-    ("residual.accept", keeps_the_guess, "device's own choice"),
-    ("residual.accept", lambda guesses, choices: choices, "behind a wrong guess nothing counts"),
-    ("residual.accept", lambda guesses, choices: accept(guesses, choices)[:-1], "one token more"),
-    ("residual.accept", lambda *a: tuple(accept(*a)), "wanted as a list"),
-    ("residual.accept", lambda *a: np.array(accept(*a)), "not a list; its numbers are right"),
-    ("residual.accept", lambda guesses, choices: [7, *choices], "all guesses before it counted"),
     ("residual.read_labels", lambda h, g, head: (h @ head.T).argmax(-1), "would have written"),
     ("residual.read_labels", lambda h, g, head: nearest_row(-g, head), "without the softmax"),
     ("residual.read_labels", lambda h, g, head: (g @ head.T).argmin(-1), "without the softmax"),

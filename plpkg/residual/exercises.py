@@ -1,12 +1,9 @@
 """The checkers of the exercises of notebooks 02 and 09."""
 
-from random import Random
-
 import torch
 
 from plpkg.exercise import Verdict, check_function, check_number
 from plpkg.residual.attacks import recover_tokens
-from plpkg.residual.wire.writing import Writing
 
 
 def tokens_until_m(answer: object) -> Verdict:
@@ -59,54 +56,6 @@ def read_labels(function: object) -> Verdict:
         return next((reason for tokens, reason in known if torch.equal(got.long(), tokens)), "")
 
     return check_function(function, cases, "whoever trains across the wire shows every label.", hint)
-
-
-def late_round_trips(answer: object) -> Verdict:
-    """How many round trips takes a token where M is at down in 32 layers, and each answer is added one layer late?"""
-    return check_number(
-        answer,
-        expected=17,
-        unit="round trips",
-        tolerance=0.001,
-        explanation="two exchanges are under way at once, so that 32 take 16; embedding and final hidden state one.",
-        hints={
-            33: "that many it takes where each layer waits for its own answer.",
-            32: "that many it takes with the last layer folded, and every other answer awaited.",
-            16: "embedding and final hidden state are one more.",
-            18: "the first two layers wait together: 32 exchanges, two at a time.",
-        },
-        hint="Layer g needs the answers up to layer g - 2 before it begins.",
-    )
-
-
-def accept(function: object) -> Verdict:
-    """``accept(guesses, choices)``: what is written after a pass over k guesses.
-
-    ``choices`` are the device's own: the token behind the text, and behind each guess.
-    """
-    random, cases = Random(0), []
-    greedy = dict(do_sample=False, temperature=1.0, top_k=0, top_p=1.0)
-    for _ in range(20):
-        guesses = random.choices(range(3), k=random.randint(0, 5))
-        choices = [*(guess if random.random() < 0.6 else 4 for guess in guesses), random.choice(range(3))]
-        text = Writing(torch.zeros(1, 1, dtype=torch.long), 99, [], None, None, 5, None, **greedy)
-        logits = torch.nn.functional.one_hot(torch.tensor([choices]), 5).float()
-        written = [token.item() for token, _ in text.take(logits, guesses)]
-        cases.append(((guesses, choices), written))
-
-    def hint(got, guesses, choices):
-        if not isinstance(got, list):
-            return "what is written is wanted as a list"
-        right = next((k for k, guess in enumerate(guesses) if choices[k] != guess), len(guesses))
-        if got == choices[:right]:
-            return "one token more: what the device chooses behind the last right guess is certain"
-        if len(got) > right and got == [*choices[: len(got) - 1], *guesses[len(got) - 1 : len(got)]]:
-            return "the last token is the device's own choice, not the guess"
-        if got[: right + 1] == choices[: right + 1]:
-            return "behind a wrong guess nothing counts: what the device chose there was for another text"
-        return "a guess counts if the device has chosen the same, and all guesses before it counted"
-
-    return check_function(function, cases, "the text is the one that the device writes alone, in fewer passes.", hint)
 
 
 def pays_from(function: object) -> Verdict:

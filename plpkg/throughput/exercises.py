@@ -6,7 +6,6 @@ from plpkg import catalog
 from plpkg.exercise import Verdict, check_function, check_number
 from plpkg.throughput.estimate import decode
 from plpkg.throughput.latency import break_even_rtt_s
-from plpkg.throughput.split import roofline_s
 
 
 def rtt_for_half(answer: object) -> Verdict:
@@ -27,35 +26,6 @@ def rtt_for_half(answer: object) -> Verdict:
         },
         hint="The speed halves when the round trips take as long as everything else together.",
     )
-
-
-def roofline(function: object) -> Verdict:
-    """``function(parameters, positions, bits, bytes_per_s, flops_per_s)``: seconds that all positions take."""
-    cases = []
-    for name, parameters, positions, bits in (
-        ("a100-80gb-pcie", 7e9, 1, 16),
-        ("a100-80gb-pcie", 7e9, 4096, 16),
-        ("iphone-13-pro-max", 131e6, 8, 4),
-        ("iphone-13-pro-max", 131e6, 500, 4),
-    ):
-        device = catalog.device(name)
-        speeds = device.memory_bandwidth_bytes_per_s, device.flops_per_s
-        cases.append(((parameters, positions, bits, *speeds), roofline_s(parameters, positions, device, bits)))
-
-    def hint(got, parameters, positions, bits, bytes_per_s, flops_per_s) -> str:
-        read, computed = parameters * bits / 8 / bytes_per_s, 2 * parameters * positions / flops_per_s
-        known = {
-            read: "at many positions arithmetic takes longer: the longer of the two is the time, not the shorter",
-            computed: "at few positions reading takes longer: the longer of the two is the time, not the shorter",
-            read + computed: "reading and computing go on at the same time: the longer counts, not the sum",
-            8 * read: "a byte has 8 bits",
-            positions * read: "the weights are read once for all positions",
-            8 * read / bits: "a parameter has bits / 8 bytes",
-            computed / 2: "a weight is multiplied and added: two operations for each position",
-        }
-        return next((said for value, said in known.items() if math.isclose(got, value, rel_tol=1e-4)), "")
-
-    return check_function(function, cases, "reading, until the positions are many; then arithmetic.", hint)
 
 
 def break_even(function: object) -> Verdict:
