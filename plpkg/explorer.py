@@ -19,6 +19,7 @@ STYLE = """<style>
 .plpkg-explorer { container-type: inline-size; width: 100%; }
 .plpkg-explorer p { line-height: 1.5; margin: 0.4em 0; }
 .plpkg-explorer .slider-container { margin: 0 10px; }
+.plpkg-explorer .widget-readout { max-width: none; }
 .plpkg-explorer img { transition: opacity 0.2s; }
 .plpkg-explorer:has(.plpkg-computing) img { opacity: 0.3; }
 .plpkg-earlier { animation: plpkg-hide 0s 0.2s forwards; }
@@ -27,9 +28,9 @@ STYLE = """<style>
 @keyframes plpkg-show { to { visibility: visible; } }
 @container (max-width: 30rem) {
   .plpkg-explorer .widget-inline-hbox { flex-wrap: wrap; height: auto; }
-  .plpkg-explorer .widget-label { flex: 1; text-align: left; width: auto !important; }
+  .plpkg-explorer .widget-label { flex: 1 0 auto; text-align: left; width: auto !important; }
   .plpkg-explorer .widget-checkbox > .widget-label { display: none; }
-  .plpkg-explorer .widget-readout { max-width: none; text-align: right; }
+  .plpkg-explorer .widget-readout { text-align: right; }
   .plpkg-explorer .slider-container { flex: 1 1 90%; margin: 6px 10px 10px; order: 1; }
   .plpkg-explorer .widget-text > .widget-label { flex-basis: 100%; }
 }
