@@ -68,11 +68,17 @@ def read_out(plan: Plan) -> str:
     """Say the chosen way in words."""
     row = next(row for row in plan.ways if row["learning"] == plan.chosen)
     battery = catalog.assumed("phone_battery_j")
-    energy = f"{row['joules']:.3g} J ({100 * row['joules'] / battery:.2g} % of a battery of {battery / 1e3:g} kJ)"
+    share = _rounded(100 * row["joules"] / battery, 2)
     return (
-        f"Training {plan.chosen} takes {row['minutes']:.3g} minutes of one core, {row['days']:.3g} days from the first "
-        f"window on, and {energy}; no token leaves the device."
+        f"Training {plan.chosen} takes {_rounded(row['minutes'])} minutes of one core, {_rounded(row['days'])} days from "
+        f"the first window on, and {_rounded(row['joules'])} J ({share} % of a battery of {battery / 1e3:g} kJ); no token "
+        "leaves the device."
     )
+
+
+def _rounded(value: float, digits: int = 3) -> str:
+    """So many digits, without a power of ten."""
+    return f"{float(f'{value:.{digits}g}'):,.10g}"
 
 
 def draw(plan: Plan, ax):

@@ -189,6 +189,9 @@ def lab(tmp_path_factory):
     command = [sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ServerApp.ip=127.0.0.1"]
     command += [f"--ServerApp.port={port}", "--ServerApp.port_retries=0"]
     command += ["--IdentityProvider.token=", f"--ServerApp.root_dir={home}"]
+    # Its default reads files in threads, and an idle one can keep the server from ending.
+    manager = "jupyter_server.services.contents.largefilemanager.LargeFileManager"
+    command.append(f"--ServerApp.contents_manager_class={manager}")
     with started(command, port, home) as server:
         yield server
 

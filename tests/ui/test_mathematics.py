@@ -10,9 +10,9 @@ CODE = re.compile(r"^```.*?^```|(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL | re.MULTI
 TEX = re.compile(r"\$\$.+?\$\$|\$(?!\s)[^$]+(?<!\s)\$(?!\d)", re.DOTALL)
 """As in Pandoc: a closing dollar has no space before it and no digit after it."""
 SENTINEL = "$x$"
-"""At the end of each text: JupyterLab sets a cell's mathematics at once, so where this is set, all is."""
+"""At the end of each text: JupyterLab sets a text's mathematics at once, so where this is set, all is."""
 IS_SET = """count => {
-    const texts = [...document.querySelectorAll(".jp-MarkdownCell .jp-RenderedMarkdown")]
+    const texts = [...document.querySelectorAll(".jp-Notebook .jp-RenderedMarkdown, .jp-Notebook .jp-RenderedHTML")]
     return texts.length == count && texts.every(text => text.querySelector(":scope > :last-child mjx-container"))
 }"""
 
@@ -22,24 +22,31 @@ def meant(text: str) -> int:
     return len(TEX.findall(CODE.sub("", text).replace(r"\$", "")))
 
 
+def texts(cell) -> list[tuple[dict, str]]:
+    """Where a cell holds a text that JupyterLab shows, and may set as mathematics: its own, or an output's."""
+    if cell.cell_type == "markdown":
+        return [(cell, "source")]
+    shown = [output.data for output in cell.outputs if "data" in output]
+    return [(data, kind) for data in shown for kind in ("text/html", "text/markdown") if kind in data]
+
+
 def otherwise_set(lab, page, notebook) -> list[str]:
-    """The texts, and the tables among the outputs, where JupyterLab sets other mathematics than they mean."""
+    """The sources of the cells where JupyterLab sets other mathematics than they mean."""
     whole = nbformat.read(notebook, 4)
     whole.metadata = {}  # without a kernel's name JupyterLab starts none before it has asked
-    texts = [cell for cell in whole.cells if cell.cell_type == "markdown"]
-    for cell in texts:
-        cell.source += f"\n\n{SENTINEL}"
+    expected = []
+    for cell in whole.cells:
+        for holder, kind in texts(cell):
+            holder[kind] += f"<p>{SENTINEL}</p>" if kind == "text/html" else f"\n\n{SENTINEL}"
+        expected.append([meant(holder[kind]) for holder, kind in texts(cell)])
     nbformat.write(whole, lab.folder / "whole.ipynb")
     page.goto(f"{lab.address}/lab/tree/whole.ipynb?reset")
-    page.wait_for_function(IS_SET, arg=len(texts))
+    page.wait_for_function(IS_SET, arg=sum(map(len, expected)))
     pieces = page.locator(".jp-Notebook .jp-Cell").evaluate_all(
         "cells => cells.map(cell => cell.querySelectorAll('mjx-container').length)"
     )
-    return [
-        cell.source.removesuffix(SENTINEL)
-        for cell, count in zip(whole.cells, pieces, strict=True)
-        if count != (meant(cell.source) if cell in texts else 0)
-    ]
+    triples = zip(whole.cells, expected, pieces, strict=True)
+    return [cell.source.removesuffix(SENTINEL) for cell, counts, count in triples if count != sum(counts)]
 
 
 def test_no_prose_is_set_as_mathematics(lab, page, notebook):
