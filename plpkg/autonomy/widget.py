@@ -68,11 +68,11 @@ def read_out(plan: Plan) -> str:
     """Say the chosen way in words."""
     row = next(row for row in plan.ways if row["learning"] == plan.chosen)
     battery = catalog.assumed("phone_battery_j")
+    minutes, days, joules = (_rounded(row[name]) for name in ("minutes", "days", "joules"))
     share = _rounded(100 * row["joules"] / battery, 2)
     return (
-        f"Training {plan.chosen} takes {_rounded(row['minutes'])} minutes of one core, {_rounded(row['days'])} days from "
-        f"the first window on, and {_rounded(row['joules'])} J ({share} % of a battery of {battery / 1e3:g} kJ); no token "
-        "leaves the device."
+        f"Training {plan.chosen} takes {minutes} minutes of one core, {days} days from the first window on, and "
+        f"{joules} J ({share} % of a battery of {battery / 1e3:g} kJ); no token leaves the device."
     )
 
 
