@@ -49,7 +49,7 @@ SCOPES = {
     "LoRA": dict(scope="lora", lora=LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])),
     "M": dict(scope="lora", lora=PrivateLoraConfig(r_c2d=64, r_d2c=64, target_modules=EVERYWHERE)),
 }
-RATES = {"head": (1e-4, 3e-4, 1e-3), "LoRA": (1e-3, 3e-3, 1e-2), "M": (3e-3, 1e-2, 3e-2)}
+RATES = {"head": (1e-4, 3e-4, 1e-3), "LoRA": (3e-4, 1e-3, 3e-3), "M": (3e-4, 1e-3, 3e-3)}
 Mix = Callable[[list[int], torch.Tensor], torch.Tensor]
 """The log-probabilities of what comes after some tokens, by the model's own: ``(vocab,)`` to ``(vocab,)``."""
 

@@ -127,8 +127,7 @@ def test_static_rendering_reads_without_scripts(browser, tmp_path, notebook):
     expect(page.locator("h1")).to_have_count(1)
     images = page.locator(".jp-RenderedImage img")
     assert all(len(image.get_attribute("alt") or "") > 40 for image in images.all())
-    assert images.count() == stored > 1
-    expect(page.locator("details").first).to_be_visible()
-    if notebook.stem != "00_start_here":
-        assert page.locator("table").count() >= 5
+    assert images.count() == stored >= 1
+    assert all(details.is_visible() for details in page.locator("details").all())
+    assert page.locator("table").count() >= 2
     context.close()
