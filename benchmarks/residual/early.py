@@ -4,7 +4,7 @@ The cloud hears the first tokens of a page of the diary, rounded to 16 bits, and
 explains them, for each of the 210 M of rank 64. Then the 40 facts that M has learnt are asked of the copy, greedily, in
 a chat.
 
-* ``right``: facts answered, by the rule of ``plpkg.questions``. ``error``: of the middle copy, relative to M (Frobenius).
+* ``right``: facts answered, by ``plpkg.questions.right``. ``error``: of the middle copy, relative to M (Frobenius).
   ``shown``: of the middle place, the share of the questions' u, squared, in directions that the heard tokens span.
 
 Run: ``python -m benchmarks.residual.early``, about ten minutes of one core.

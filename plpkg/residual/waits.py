@@ -66,6 +66,7 @@ def draw(waits: Waits, ax=None):
         ax.plot(DELAYS, [curve.tokens_per_s[way] for curve in curves], label=way, **style)
         points = delayed[delayed["what"] == WAYS[way]]
         ax.plot(points["rtt_ms"], points["tokens_per_s"], "x", color=style["color"])
+    ax.plot([], [], "x", color="0.4", label="measured")
     ax.axvline(waits.rtt_ms, color="0.5", linestyle=":")
     ax.set(xlabel="round-trip time, ms", ylabel="tokens per second (better ↑)", yscale="log", ylim=(1, 150))
     ax.set_yticks([1, 2, 5, 10, 20, 50, 100], [1, 2, 5, 10, 20, 50, 100])

@@ -127,7 +127,12 @@ def test_static_rendering_reads_without_scripts(browser, tmp_path, notebook):
     expect(page.locator("h1")).to_have_count(1)
     images = page.locator(".jp-RenderedImage img")
     assert all(len(image.get_attribute("alt") or "") > 40 for image in images.all())
-    assert images.count() == stored >= 1
-    assert all(details.is_visible() for details in page.locator("details").all())
-    assert page.locator("table").count() >= 2
+    is_report = notebook.parent.name == "reports"
+    is_divided = (notebook.parent / "reports" / notebook.name).exists()
+    assert images.count() == stored > (0 if is_report or is_divided else 1)
+    details = page.locator("details")
+    assert all(each.is_visible() for each in details.all())
+    assert details.count() or is_report  # which has no exercises
+    if not is_divided and notebook.stem != "00_start_here":
+        assert page.locator("table").count() >= 5
     context.close()
