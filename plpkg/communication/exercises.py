@@ -38,15 +38,19 @@ def turns(function: object) -> Verdict:
         low_rank_messages("gpt2", 8, adapted_layers=5, late=True),
         low_rank_messages("gpt2", 8, adapted_layers=2, phase="training"),
         (Message("", direction, (1,)) for direction in ("up", "up", "down", "down", "up", "down")),
+        (Message("", direction, (1,)) for direction in ("up", "down", "up")),
     )
     cases = []
     for messages in map(list, schedules):
         cases.append((([message.direction for message in messages],), count(messages).round_trips))
 
     def hint(got, directions) -> str:
+        turns = sum(map(str.__ne__, directions, directions[1:]))
+        if got == turns // 2 + 1:
+            return "an up that no down answers is no round trip"
         if got == directions.count("up") or got == directions.count("down"):
             return "two messages that follow each other in one direction wait only once"
-        if got == sum(map(str.__ne__, directions, directions[1:])) // 2:
+        if got == turns // 2:
             return "the first message begins a round trip as well"
         return "one turn and the turn back are one round trip" if got > len(directions) // 2 else ""
 
@@ -78,6 +82,8 @@ def follows(function: object) -> Verdict:
             return "a conclusion may be what another rule needs: go on until nothing new follows"
         if got == any_needed:
             return "a rule needs all of its first part, not one of it"
+        if received < got < onlookers.follows(received, rules):
+            return "more follows: go on until nothing new does"
         return ""
 
     return check_function(function, cases, "what can be computed counts as seen.", hint)

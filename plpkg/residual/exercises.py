@@ -49,6 +49,11 @@ def read_labels(function: object) -> Verdict:
             (p.argmax(-1), "that is what the model would have written; the label is what it should have"),
             (recover_tokens(-gradient, head), no_p),
             ((-gradient @ head.T).argmax(-1), no_p),
+            ((gradient @ head.T).argmax(-1), no_p),
+            (
+                recover_tokens(logits.softmax(0) @ head - gradient, head),
+                "the softmax goes over the vocabulary, not over the tokens",
+            ),
             (recover_tokens(-row, head), turned),
             (recover_tokens(logits @ head - gradient, head), "p is the softmax of the logits, and not the logits"),
             ((row @ head.T).argmax(-1), "the nearest row is the label's; a long row has a large product with much"),
@@ -78,6 +83,7 @@ def pays_from(function: object) -> Verdict:
             "compare times for as many tokens: a pass with guesses yields several": (t_k - t_1) / round_trips,
             "compare times for as many tokens, tokens · t_1 with t_k": (t_k - t_1) / (tokens - 1) / round_trips,
             "guesses save tokens - 1 passes": (t_k - tokens * t_1) / tokens / round_trips,
+            "guesses save the waits of tokens - 1 passes": (t_k - tokens * t_1) / round_trips,
         }
         return next((reason for reason, value in known.items() if abs(got - value) < 1e-9), "")
 

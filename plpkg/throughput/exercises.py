@@ -34,7 +34,7 @@ def break_even(function: object) -> Verdict:
     ``tokens_per_s`` is the split's speed without delay, with one round trip a layer and one for the end points.
     """
     cases = []
-    for name, phone in (("llama-2-7b", 8.1), ("llama-2-7b", 5.7), ("llama-30b", 2.0)):
+    for name, phone in (("llama-2-7b", 8.1), ("llama-2-7b", 5.7), ("llama-30b", 2.0), ("llama-2-7b", 30.0)):
         arguments = decode(name).tokens_per_s, catalog.model(name).num_layers, phone
         cases.append((arguments, break_even_rtt_s(name, phone)))
 
@@ -48,6 +48,7 @@ def break_even(function: object) -> Verdict:
             -left / trips: "the split waits for what the phone's token takes longer, not the other way round",
             1e3 * left / trips: "seconds are wanted, not milliseconds",
             1 / phone_tokens_per_s / trips: "the split needs its own time as well",
+            max(0.0, left / trips): "where the phone is faster at any delay, leave the result negative: it says so",
         }
         for speed in (tokens_per_s - phone_tokens_per_s, tokens_per_s + phone_tokens_per_s):
             if any(

@@ -41,9 +41,13 @@ class Pairs:
         question = self.answer[:, :2]
         return Lookup(torch.cat([self.prompt, question], dim=1), question, self.answer[:, 2])
 
+    def right(self, logits: torch.Tensor) -> torch.Tensor:
+        """``(batch,)``: the right values of ``(batch, answer, vocab)``, the logits after each token of the answer."""
+        return (logits[:, 1::2].argmax(-1) == self.answer[:, 2::2]).sum(1)
+
     def accuracy(self, logits: torch.Tensor) -> float:
-        """The share of values that ``(batch, answer, vocab)``, the logits after each token of the answer, get right."""
-        return (logits[:, 1::2].argmax(-1) == self.answer[:, 2::2]).float().mean().item()
+        """The share of all values that these logits get right."""
+        return self.right(logits).sum().item() / self.answer[:, 2::2].numel()
 
 
 def pairs_in_noise(batch: int, length: int, *, pairs: int = 6, seed: int = 0) -> Pairs:
