@@ -150,20 +150,6 @@ def break_even(tokens_per_s, num_layers, phone_tokens_per_s):
     return (1 / phone_tokens_per_s - 1 / tokens_per_s) / (1 + num_layers)
 
 
-def best_units(scores, budget, stabilizers, in_order=True):
-    n = scores.shape[1]
-    raised = scores.clone()
-    raised[:, n - stabilizers :] = 2
-    best = raised.topk(min(n, budget)).indices
-    return best.sort().values if in_order else best
-
-
-def stabilizers_chosen_twice(scores, budget, stabilizers):
-    n = scores.shape[1]
-    last = torch.arange(n - stabilizers, n).expand(len(scores), -1)
-    return torch.cat([best_units(scores, budget - stabilizers, 0), last], 1)
-
-
 def labels(q, k, scale=True, how="amax", repeat=False, far=False, of=lambda logits: logits):
     group = len(q) // len(k)
     keys = k.repeat(group, 1, 1) if repeat else k.repeat_interleave(group, dim=0)
@@ -214,10 +200,13 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("communication.follows", lambda received, rules: list(follows(received, rules)), "a set is wanted"),
     ("communication.follows", lambda received, rules: follows(received, rules) - received, "is known, too"),
     ("communication.follows", lambda received, rules: follows(received, rules, passes=1), "until nothing new follows"),
+    ("communication.follows", lambda received, rules: follows(received, rules, passes=2), "until nothing new"),
     ("communication.follows", lambda received, rules: follows(received, rules, enough=any), "not one of it"),
     ("communication.turns", lambda d: d.count("up"), "wait only once"),
     ("communication.turns", lambda d: 2 * turns(d), "one round trip"),
     ("communication.turns", len, "one round trip"),
+    ("communication.turns", lambda d: -(-len(list(itertools.groupby(d))) // 2), "no down answers"),
+    ("communication.turns", lambda d: sum(way == "up" for way, _ in itertools.groupby(d)), "no down answers"),
     ("communication.turns", lambda d: len(d) // 2, "wait only once"),
     ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)) // 2, "the first message begins"),
     ("communication.turns", lambda d: sum(a != b for a, b in itertools.pairwise(d)), "one round trip"),
@@ -229,6 +218,7 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("throughput.break_even", lambda t, n, p: break_even(t, 0, p), "one round trip a token"),
     ("throughput.break_even", lambda t, n, p: break_even(math.inf, n, p), "its own time"),
     ("throughput.break_even", lambda t, n, p: break_even(t, n - 1, p), "one more round trip"),
+    ("throughput.break_even", lambda *a: max(0, break_even(*a)), "leave the result negative"),
     ("throughput.break_even", lambda *a: 1e3 * break_even(*a), "not milliseconds"),
     ("autonomy.averaged", lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
     (
@@ -335,16 +325,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n / n, C), "nothing is clipped"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C) / len(a), "a sum is asked for"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, n[:, None, None] * g, n / n, C), "not with"),
-    ("retention.best_units", lambda s, b, k: best_units(s, b, k or s.shape[1]), "[:, -0:] is all of them"),
-    ("retention.best_units", lambda s, b, k: best_units(s, b, 0), "whatever their score"),
-    ("retention.best_units", lambda *a: best_units(*a, in_order=False), "their order of time"),
-    ("retention.best_units", lambda s, b, k: best_units(1 - s, b, k), "the highest scores stay"),
-    ("retention.best_units", lambda s, b, k: s.shape[1] - 1 - best_units(s.flip(1), b, k).flip(1), "not the first"),
-    ("retention.best_units", lambda s, b, k: best_units(s.mean(0).expand_as(s), b, k), "each head keeps its own"),
-    ("retention.best_units", lambda scores, budget, stabilizers: scores[:, :budget], "not the scores that stay"),
-    ("retention.best_units", lambda s, b, k: s > s.median(), "not a mask"),
-    ("retention.best_units", lambda s, b, k: best_units(s, b + k, k), "count within the budget"),
-    ("retention.best_units", stabilizers_chosen_twice, "a unit stays once"),
     ("retention.labels", lambda q, k: labels(q, k, scale=False), "the root of d"),
     ("retention.labels", lambda q, k: labels(q, k, how="mean"), "not the mean"),
     ("retention.labels", lambda q, k: labels(q, k, repeat=True), "repeat_interleave, not repeat"),
@@ -364,6 +344,8 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("residual.read_labels", lambda h, g, head: (h @ head.T).argmax(-1), "would have written"),
     ("residual.read_labels", lambda h, g, head: nearest_row(-g, head), "without the softmax"),
     ("residual.read_labels", lambda h, g, head: (g @ head.T).argmin(-1), "without the softmax"),
+    ("residual.read_labels", lambda h, g, head: (g @ head.T).argmax(-1), "without the softmax"),
+    ("residual.read_labels", lambda h, g, head: nearest_row((h @ head.T).softmax(0) @ head - g, head), "vocabulary"),
     (
         "residual.read_labels",
         lambda h, g, head: nearest_row(g - (h @ head.T).softmax(-1) @ head, head),
@@ -378,6 +360,7 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - t_1) / n, "yields several"),
     ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - t_1) / (e - 1) / n, "tokens · t_1"),
     ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - e * t_1) / e / n, "tokens - 1"),
+    ("residual.pays_from", lambda e, t_1, t_k, n: (t_k - e * t_1) / n, "waits of tokens - 1"),
     ("residual.pays_from", lambda *a: pays_from(*a, low=-1), "never negative"),
     ("residual.pays_from", lambda *a: 1e3 * pays_from(*a), "not milliseconds"),
     ("residual.pays_from", lambda e, t_1, t_k, n: pays_from(e, t_1, t_k, 1), "several round trips"),

@@ -38,7 +38,7 @@ def turns(function: object) -> Verdict:
         low_rank_messages("gpt2", 8, adapted_layers=5, late=True),
         low_rank_messages("gpt2", 8, adapted_layers=2, phase="training"),
         (Message("", direction, (1,)) for direction in ("up", "up", "down", "down", "up", "down")),
-        (Message("", direction, (1,)) for direction in ("up", "down", "up")),
+        (Message("", direction, (1,)) for direction in ("up", "up", "down", "up", "up")),
     )
     cases = []
     for messages in map(list, schedules):

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import torch
 
 from plpkg.exercise import Verdict, check_function, check_number
-from plpkg.retention.eviction import keep_indices
 from plpkg.retention.watch import Units
 
 
@@ -26,43 +25,6 @@ def peak_units(answer: object) -> Verdict:
             19_908: "the stabilizers are among the units that are kept, not beside them.",
         },
         hint="A chunk first attends to what is kept and to itself; only then is the cache cut.",
-    )
-
-
-def best_units(function: object) -> Verdict:
-    """``best_units(scores, budget, stabilizers)``: the places ``(heads, kept)`` that stay of ``(heads, n)`` scores."""
-    generator = torch.Generator().manual_seed(0)
-
-    def cases() -> Iterator[tuple]:
-        for n, budget, stabilizers in ((9, 4, 2), (12, 5, 0), (7, 3, 1), (4, 6, 1)):
-            scores = torch.rand(3, n, generator=generator)
-            yield (scores, budget, stabilizers), keep_indices(scores[None], budget, stabilizers=stabilizers)[0]
-
-    def hint(got: torch.Tensor, scores: torch.Tensor, budget: int, stabilizers: int) -> str:
-        expected = keep_indices(scores[None], budget, stabilizers=stabilizers)[0]
-        if got.shape == scores.shape and got.max() <= 1 < budget < scores.shape[1]:
-            return "the places are wanted, not a mask"
-        if got.dtype.is_floating_point:
-            return "the places are wanted, not the scores that stay"
-        if stabilizers and got.shape[-1] == budget + stabilizers:
-            return "stabilizers count within the budget"
-        if (got.sort(-1).values.diff() == 0).any():
-            return "a unit stays once: choose the best among those that are no stabilizers"
-        if torch.equal(got.sort(-1).values, expected):
-            return "the right units, but they stay in their order of time"
-        if torch.equal(got.sort(-1).values, keep_indices(-scores[None], budget, stabilizers=stabilizers)[0]):
-            return "the units with the highest scores stay, and not those with the lowest"
-        first = keep_indices(scores.flip(1)[None], budget, stabilizers=stabilizers)[0]
-        if torch.equal(got.sort(-1).values, (scores.shape[1] - 1 - first).sort(-1).values):
-            return "the stabilizers are the last units of a head, and not the first"
-        if not stabilizers:
-            return "without stabilizers only the scores count; scores[:, -0:] is all of them"
-        if torch.equal(got.sort(-1).values, keep_indices(scores[None], budget)[0]):
-            return "the last units of a head stay whatever their score"
-        return "each head keeps its own best units" if got.shape == expected.shape and (got == got[0]).all() else ""
-
-    return check_function(
-        function, cases(), "the best of each head, the last ones among them, in their order of time.", hint
     )
 
 
