@@ -103,14 +103,6 @@ def mean_fall(texts):
     return sum(without - with_it for with_it, without in texts) / len(texts)
 
 
-def gram_norm(a, g, bias=1):
-    return ((g @ g.mT) * (a @ a.mT + bias)).sum((1, 2))
-
-
-def built(a, g):
-    return ((g.mT @ a) ** 2).sum((-2, -1)) + (g.sum(-2) ** 2).sum(-1)
-
-
 def clipped_sum(a, g, norms, C, most=1.0, factors=None):
     factors = (C / norms).clamp(max=most) if factors is None else factors
     return (factors[:, None, None] * g).flatten(0, 1).T @ a.flatten(0, 1)
@@ -249,33 +241,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("autonomy.guarded", lambda public, personal, right, a: [1 - truth for truth in right], "errors more than the pub"),
     ("autonomy.guarded", lambda public, personal, right, a: guarded(public, personal, right, 99), "nothing stops it"),
     ("autonomy.guarded", lambda public, personal, right, a: [], "a list of"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sqrt(), "their squares"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, bias=0), "a bias is a weight"),
-    ("clipping.gram_norm", lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1), "T × T products"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g).sum(), "a number, not a tensor of shape (4,)"),
-    ("clipping.gram_norm", built, "leave it unbuilt"),
-    (
-        "clipping.gram_norm",
-        lambda a, g: np.stack([built(*(one.numpy() for one in each)) for each in zip(a, g, strict=True)]),
-        "unbuilt",
-    ),
-    ("clipping.gram_norm", lambda a, g: torch.stack([built(*each) for each in zip(a, g, strict=True)]), "unbuilt"),
-    ("clipping.gram_norm", lambda a, g, left=[1] * 4: left.pop() and gram_norm(a, g), "called again it raises Inde"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, 0) + g.square().sum((1, 2)), "a bias's gradient is the sum"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, torch.eye(a.shape[1])), "a bias's gradient is the sum"),
-    ("clipping.gram_norm", lambda a, g: ((a.square().sum(2) + 1) * g.square().sum(2)).sum(1), "T × T products, not T"),
-    (
-        "clipping.gram_norm",
-        lambda a, g: (a.square().sum(2) * g.square().sum(2)).sum(1) + (g @ g.mT).sum((1, 2)),
-        "every position meets",
-    ),
-    ("clipping.gram_norm", lambda a, g: gram_norm(0 * a, g), "the bias alone"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a, g, 0).sqrt() + gram_norm(0 * a, g).sqrt(), "not the norms"),
-    ("clipping.gram_norm", lambda a, g: (g @ g.mT * (a @ a.mT) + 1).sum((1, 2)), "multiplied with g as well"),
-    ("clipping.gram_norm", lambda a, g: (g @ g.mT @ (a @ a.mT + 1)).sum((1, 2)), "entry by entry"),
-    ("clipping.gram_norm", lambda a, g: (g @ g.mT).sum((1, 2)) * (a @ a.mT).sum((1, 2)), "entry by entry"),
-    ("clipping.gram_norm", lambda a, g: gram_norm(a.sum(1, True), g.sum(1, True)), "entry by entry"),
-    ("clipping.gram_norm", lambda a, g: (g @ g.mT).sum((1, 2)) * (a @ a.mT + 1).sum((1, 2)), "entry by entry"),
     (
         "clipping.clipped_sum",
         lambda a, g, n, C: torch.einsum("b,btp,btd->bpd", (C / n).clamp(max=1), g, a),

@@ -1,13 +1,11 @@
 """The checkers of notebook 05's exercises."""
 
-import tracemalloc
 from functools import partial
 
 import torch
 
-from plpkg.clipping.factors import Outer, norms_squared
+from plpkg.clipping.factors import Outer
 from plpkg.exercise import Verdict, check_function, check_number
-from plpkg.memory import MIB, MemoryTimeline
 
 WIDTHS, POSITIONS = (5, 2), 3
 FACTORS = [
@@ -17,8 +15,6 @@ FACTORS = [
     for batch in (4, 5, 6)
 ]
 """What a layer read, and its output's gradients: ``(batch, positions, d)`` and ``(batch, positions, p)``."""
-WIDE = [torch.ones(2, POSITIONS, 512) for _ in range(2)]
-"""Few positions of a wide layer: one gradient, a MiB, is far larger than everything that its norm needs."""
 close = partial(torch.allclose, rtol=1e-4, atol=1e-6)
 
 
@@ -37,64 +33,6 @@ def crossover_positions(answer: object) -> Verdict:
         },
         hint="Set T²·(p + d) equal to T·p·d.",
     )
-
-
-def gram_norm(function: object) -> Verdict:
-    """``function(a, g)``: squared norms, ``(batch,)``, of a linear layer's gradient, that of weight and bias together.
-
-    ``a`` ``(batch, positions, d)`` is what the layer read, ``g`` ``(batch, positions, p)`` its output's gradient.
-    """
-
-    def squared(a, g):
-        read = torch.cat([a, torch.ones_like(a[..., :1])], 2)  # a bias reads 1 at every position
-        size = torch.Size((g.shape[2], read.shape[2]))
-        return norms_squared([Outer(g[:, None], read[:, None], size)], "gram")
-
-    def peak_bytes() -> int:  # of torch's tensors, or of NumPy's arrays
-        a, g = (each.clone() for each in WIDE)
-        with MemoryTimeline(label_saved=False) as memory:
-            function(a, g)
-        tracemalloc.start()
-        try:
-            function(a, g)
-            return max(memory.peak_bytes, tracemalloc.get_traced_memory()[1])
-        finally:
-            tracemalloc.stop()
-
-    def hint(got, a, g) -> str:
-        gram_g, gram_a = g @ g.mT, a @ a.mT
-        weight, bias = (gram_g * gram_a).sum((1, 2)), gram_g.sum((1, 2))
-        bias_alone = g.square().sum((1, 2))  # each position alone, without those that it meets
-        weight_alone = (g.square().sum(2) * a.square().sum(2)).sum(1)
-        crossed = "every position meets every other one: T × T products, not T"
-        entries = "the two Gram matrices are multiplied entry by entry, and then added up"
-        known = (
-            ((weight + bias).sqrt(), "these are the norms, and their squares are asked for"),
-            (weight.sqrt() + bias.sqrt(), "squares of norms add up, and not the norms"),
-            (weight, "that is the weight alone; a bias is a weight that reads 1 at every position"),
-            (bias, "that is the bias alone"),
-            (weight + bias_alone, "a bias's gradient is the sum of g over the positions: T × T products, not T"),
-            *((weight_alone + more, crossed) for more in (0, bias, bias_alone)),
-            (weight + a.shape[1] ** 2, "the bias's 1 is multiplied with g as well: add it to the products of a"),
-            *(((gram_g @ gram).sum((1, 2)), entries) for gram in (gram_a, gram_a + 1)),
-            *((bias * (gram_a.sum((1, 2)) + more), entries) for more in (0, 1, a.shape[1] ** 2)),
-        )
-        return next((reason for wrong, reason in known if close(got, wrong)), "")
-
-    cases = [(factors, squared(*factors)) for factors in FACTORS]
-    explanation = "the Gram matrix of g, times that of a and 1, summed: B·T² numbers, and no gradient."
-    verdict = check_function(function, [*cases, (WIDE, squared(*WIDE))], explanation, hint)
-    try:
-        peak = peak_bytes() if verdict else 0
-    except Exception as error:
-        return Verdict(False, f"Not yet: the norms are right, but called again it raises {type(error).__name__}")
-    if peak >= MIB:
-        return Verdict(
-            False,
-            f"Not yet: the norms are right, but for 512 × 512 weights the function holds {peak / MIB:.1f} MiB at once. "
-            "One gradient takes 1 of them: leave it unbuilt, and multiply Gram matrices, T × T each.",
-        )
-    return verdict
 
 
 def clipped_sum(function: object) -> Verdict:

@@ -14,8 +14,8 @@ def peak_units(answer: object) -> Verdict:
         answer,
         expected=17_408,
         unit="units",
-        tolerance=1e-4,
-        explanation="16,384 that were kept and a chunk of 1,024; the 100 local tokens come when the last chunk is cut.",
+        tolerance=0,
+        explanation="16,384 that were kept and a chunk of 1,024.",
         hints={
             16_384: "that is what is left after a cut; attention comes before it.",
             16_484: "that is what is left at the end, with the local tokens.",
