@@ -71,14 +71,6 @@ def segments(owners, lengths):
     return runs
 
 
-def gradient_of_x(g, downs, ups, scales, segments, scaled=True):
-    dx = g.new_zeros(len(g), downs[0].shape[1])
-    for start, stop, i in segments:
-        if i is not None:
-            dx[start:stop] = (scales[i] if scaled else 1) * g[start:stop] @ ups[i] @ downs[i]
-    return dx
-
-
 def one_segment_for_each_owner(owners, lengths, drop=()):
     spans = {}
     for start, stop, owner in segments(owners, lengths):
@@ -340,20 +332,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.segments", lambda *a: [run for run in segments(*a) if run[2]], "without an adapter have a segment"),
     ("serving.segments", lambda *a: segments(*a)[:-1], "the last segment counts"),
     ("serving.segments", lambda *a: [(i + 1, j, owner) for i, j, owner in segments(*a)], "counted from 0"),
-    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a, scaled=False), "the scale"),
-    ("serving.gradient_of_x", lambda g, *a: g, "a tensor of shape (6, 7), not (6, 5)"),
-    ("serving.gradient_of_x", lambda *a: -gradient_of_x(*a), "of 30 numbers are wrong, by up to"),
-    ("serving.gradient_of_x", lambda g, d, u, s, r: gradient_of_x(g, d, u, [x * x for x in s], r), "counts once"),
-    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [(i, j, 0) for i, j, _ in a[4]]), "which adapter"),
-    (
-        "serving.gradient_of_x",
-        lambda *a: gradient_of_x(*a[:4], [(i, j, n) for n, (i, j, _) in enumerate(a[4])]),
-        "which adapter",
-    ),
-    ("serving.gradient_of_x", lambda *a: (dx := gradient_of_x(*a))[dx.any(1)], "stay zero"),
-    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [run for run in a[4] if run[2]]), "adapter 0 is one"),
-    ("serving.gradient_of_x", lambda *a: gradient_of_x(*a[:4], [(i, j, k or 0) for i, j, k in a[4]]), "stay zero"),
-    ("serving.gradient_of_x", lambda *a: [a[1][i] for *_, i in a[4]] and gradient_of_x(*a), "None has no adapter"),
     ("serving.service.bound", lambda w, k, p, t: bound(w, k, 0, t), "nothing is reserved"),
     ("serving.service.bound", lambda w, k, p, t: p + len(set(w)) * t, "its k-th needs k turns"),
     ("serving.service.bound", lambda w, k, p, t: p + w.count(w[k]) * len(set(w)) * t, "only the requests before it"),

@@ -1,6 +1,6 @@
 """The checkers of notebook 06's exercises."""
 
-from itertools import accumulate, groupby, pairwise, product
+from itertools import accumulate, groupby, pairwise
 from random import Random
 
 from plpkg.exercise import Verdict, check_function, check_number
@@ -65,48 +65,3 @@ def segments(function: object) -> Verdict:
     cases = [(batch, right(*batch)) for batch in batches]
     explanation = "one segment for each adapter, as long as all tokens of its requests."
     return check_function(function, cases, explanation, hint)
-
-
-def gradient_of_x(function: object) -> Verdict:
-    """``gradient_of_x(g, downs, ups, scales, segments)``: ∂L/∂x from g = ∂L/∂y of a segmented product."""
-    import torch
-
-    from plpkg.serving.segments import sgmv
-
-    def right(g, downs, ups, scales, runs) -> torch.Tensor:
-        x = torch.zeros(len(g), downs[0].shape[1], requires_grad=True)
-        return torch.autograd.grad(sgmv(x, downs, ups, scales, runs), x, g)[0]
-
-    def careful(*arguments) -> object:
-        try:
-            return function(*arguments)
-        except Exception as error:
-            if any(i is None for *_, i in arguments[-1]):  # it has not raised without such a segment
-                reason = "a segment with None has no adapter, and its rows stay zero"
-                raise type(error)(f"{error} ({reason})") from error
-            raise
-
-    def hint(got, g, downs, ups, scales, runs) -> str:
-        if len(got) < len(g):
-            return "rows whose segment has no adapter stay zero"
-        for power, reason in ((0, "the scale belongs into the gradient as well"), (2, "the scale counts once")):
-            if torch.allclose(got, right(g, downs, ups, [scale**power for scale in scales], runs), atol=1e-4):
-                return reason
-        for adapters in product(range(len(downs)), repeat=len(runs)):
-            others = [(*run[:2], None if run[2] is None else i) for run, i in zip(runs, adapters, strict=True)]
-            if torch.allclose(got, right(g, downs, ups, scales, others), atol=1e-4):
-                return "a segment says itself which adapter it has"
-        rows = ~torch.isclose(got, right(g, downs, ups, scales, runs), atol=1e-4).all(1)
-        wrong = {i for start, stop, i in runs if rows[start:stop].any()}
-        if wrong == {None}:
-            return "rows whose segment has no adapter stay zero"
-        return "adapter 0 is one as well, and only None is none" if wrong == {0} and not got[rows].any() else ""
-
-    generator = torch.Generator().manual_seed(0)
-    g, downs, ups = (torch.randn(*size, generator=generator) for size in ((6, 7), (2, 3, 5), (2, 7, 3)))
-    given = g, list(downs), list(ups), [0.5, 2.0]
-    cases = [
-        ((*given, runs), right(*given, runs)) for runs in ([(0, 3, 1), (3, 6, 0)], [(0, 2, 1), (2, 3, None), (3, 6, 0)])
-    ]
-    explanation = "the same product with B and A in each other's places."
-    return check_function(careful if callable(function) else function, cases, explanation, hint)

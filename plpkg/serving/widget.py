@@ -1,4 +1,4 @@
-"""The explorer of notebook 06: popularity, tenants, rank, batch → tokens per second, *computed*."""
+"""The explorer of notebook 06: model, popularity, rank, batch → tokens per second, *computed*."""
 
 import ipywidgets
 
@@ -6,31 +6,33 @@ from plpkg.explorer import Explorer
 from plpkg.serving import plots
 from plpkg.serving.popularity import POPULARITIES, Decoding, adapters, decode
 
+MODELS = {
+    "Llama-2-7B, A100": ("llama-2-7b", "a100-80gb-sxm"),
+    "Llama-3.1-8B, H100": ("llama-3.1-8b", "h100-sxm"),
+}
+"""By the slider's name: the catalog's model, and the GPU that serves it."""
 
-def compute(popularity: str, tenants: int, rank: int, requests: int) -> tuple[Decoding, int]:
-    """A decoding step of Llama-2-7B on an A100, and how many tenants there are."""
-    return decode(adapters(popularity, requests, tenants), rank), tenants
+
+def compute(model: str, popularity: str, rank: int, requests: int) -> Decoding:
+    """A decoding step of one of ``MODELS``."""
+    return decode(adapters(popularity, requests), rank, *MODELS[model])
 
 
-def read_out(result: tuple[Decoding, int]) -> str:
+def read_out(result: Decoding) -> str:
     """Say the result in words."""
-    result, tenants = result
     speed = result.tokens_per_s
     return (
         f"{result.requests} requests for {result.distinct} adapters of {result.adapter_bytes / 1e6:,.0f} MB: "
         f"{speed['one batch']:,.0f} tokens/s in one batch, {speed['switching']:,.0f} by switching, "
-        f"{speed['no adapters']:,.0f} without adapters. {_memory(result, tenants)}."
+        f"{speed['no adapters']:,.0f} without adapters. {result.resident:,} such adapters fit into the memory."
     )
 
 
-def _memory(result: Decoding, tenants: int) -> str:
-    return f"Of {tenants:,} tenants' adapters {min(result.resident, tenants):,} fit into the memory"
-
-
-def draw(result: tuple[Decoding, int], ax):
-    """Tokens per second by how the batch is served; above, whose adapters the memory holds."""
-    ax = plots.decoding(result[0], ax=ax)
-    ax.set_title(_memory(*result))
+def draw(result: Decoding, ax):
+    """Tokens per second by how the batch is served."""
+    ax = plots.decoding(result, ax=ax)
+    kept = result.tokens_per_s["one batch"] / result.tokens_per_s["no adapters"]
+    ax.set_title(f"one batch keeps {kept:.0%} of the speed without adapters")
     return ax
 
 
@@ -38,12 +40,10 @@ def explorer() -> Explorer:
     """The widget of the notebook."""
     powers = [2**k for k in range(7)]
     controls = {
+        "model": ipywidgets.SelectionSlider(options=list(MODELS), description="Model and GPU"),
         "popularity": ipywidgets.SelectionSlider(options=POPULARITIES, value="distinct", description="Popularity"),
-        "tenants": ipywidgets.SelectionSlider(
-            options=[4**k for k in range(8)], value=64, description="Tenants (adapters)"
-        ),
         "rank": ipywidgets.SelectionSlider(options=powers[2:], value=16, description="Rank (values)"),
         "requests": ipywidgets.SelectionSlider(options=powers, value=32, description="Batch (requests)"),
     }
-    question = "For which popularity is switching between adapters as fast as one batch for all?"
+    question = "With which model, rank and batch do adapters cost half of the speed, though all are in one batch?"
     return Explorer(controls, compute, read_out, draw, question)

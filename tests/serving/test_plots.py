@@ -39,9 +39,14 @@ def test_a_batch_has_a_block_for_each_token_twice_two_for_each_adapter_and_one_w
 
 
 def test_the_widget_s_figure_says_what_the_widget_says():
-    result, tenants = widget.compute("skewed", 16_384, 64, 32)
+    result = widget.compute("Llama-2-7B, A100", "skewed", 64, 32)
     ax = plots.decoding(result)
     assert [round(bar.get_width()) for bar in ax.patches] == [round(v) for v in result.tokens_per_s.values()]
-    assert f"{result.tokens_per_s['one batch']:,.0f} tokens/s in one batch" in widget.read_out((result, tenants))
-    assert f"Of 16,384 tenants' adapters {result.resident} fit" in widget.read_out((result, tenants))
+    assert f"{result.tokens_per_s['one batch']:,.0f} tokens/s in one batch" in widget.read_out(result)
+    assert f"{result.resident} such adapters fit" in widget.read_out(result)
     assert 0 < result.resident < 1000
+
+
+def test_the_widget_has_a_setting_that_costs_half_of_the_speed():
+    speeds = widget.compute("Llama-3.1-8B, H100", "distinct", 64, 64).tokens_per_s
+    assert speeds["one batch"] < 0.55 * speeds["no adapters"]
