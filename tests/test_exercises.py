@@ -47,10 +47,6 @@ SLIPS = [
     ("serving.adapters_per_backbone", 1607, 6.28, "the whole update"),
     ("serving.adapters_per_backbone", 1607, 51_410, "32 layers"),
     ("serving.adapters_per_backbone", 1607, 500, "too small"),
-    ("serving.service.share_in_slots", 57.5, 8, "asked for alike"),
-    ("serving.service.share_in_slots", 57.5, 42.5, "all the others"),
-    ("serving.service.share_in_slots", 57.5, 99.8, "geometric law"),
-    ("serving.service.share_in_slots", 57.5, 100, "184 adapters"),
     ("throughput.rtt_for_half", 1.12, 0.00112, "another unit"),
     ("throughput.rtt_for_half", 1.1, 1.09, "figure accounting"),
     ("throughput.rtt_for_half", 1.12, 37.0, "1 + 32"),
@@ -80,19 +76,6 @@ def one_segment_for_each_owner(owners, lengths, drop=()):
 
 def bound(waiting, k, patience_s, longest_s, of=set):
     return patience_s + waiting[: k + 1].count(waiting[k]) * len(of(waiting)) * longest_s
-
-
-def leak(members, others):
-    pairs = [(a[1] - a[0], b[1] - b[0]) for a in members for b in others]
-    return sum((a > b) + (a == b) / 2 for a, b in pairs) / len(pairs)
-
-
-def strict(members, others):
-    return sum(a[1] - a[0] > b[1] - b[0] for a in members for b in others) / len(members) / len(others)
-
-
-def mean_fall(texts):
-    return sum(without - with_it for with_it, without in texts) / len(texts)
 
 
 def clipped_sum(a, g, norms, C, most=1.0, factors=None):
@@ -347,22 +330,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("serving.service.bound", lambda w, k, p, t: p + (k + 1) * len(set(w)) * t, "of its own account"),
     ("serving.service.bound", lambda w, k, p, t: bound(w, k, p, t) - len(set(w)) * t, "not its zeroth"),
     ("serving.service.bound", lambda w, k, p, t: [], "Not yet"),
-    ("serving.service.leak", lambda m, o: 1 - leak(m, o), "learned texts fall more"),
-    (
-        "serving.service.leak",
-        lambda m, o: leak([(a, 0) for a, _ in m], [(a, 0) for a, _ in o]),
-        "a hard text stays hard",
-    ),
-    ("serving.service.leak", strict, "a half counts"),
-    ("serving.service.leak", lambda m, o: mean_fall(m) - mean_fall(o), "not a difference of means"),
-    ("serving.service.leak", lambda m, o: leak([(a / b, 1) for a, b in m], [(a / b, 1) for a, b in o]), "not a ratio"),
-    (
-        "serving.service.leak",
-        lambda m, o: sum(leak([a], [b]) for a, b in zip(m, o, strict=False)) / len(m),
-        "compare all pairs",
-    ),
-    ("serving.service.leak", lambda m, o: leak(m, o) * len(m) * len(o), "the number of pairs"),
-    ("serving.service.leak", lambda m, o: math.nan, "Not yet"),
 ]
 CASES = SLIPS + [(checker, globals()[checker.rpartition(".")[2]], *case) for checker, *case in FUNCTIONS]
 
@@ -408,7 +375,7 @@ def test_right_numbers_in_a_wrong_shape_are_called_right(checker, reshape):
 def test_only_a_quantity_has_another_unit(checker, right, off):
     room, _, name = checker.rpartition(".")
     message = getattr(exercises(room), name)(right * off).message
-    quantity = name in ("rtt_for_half", "cached_share", "share_in_slots")
+    quantity = name in ("rtt_for_half", "cached_share")
     assert "another unit" not in message or quantity
 
 
