@@ -63,5 +63,5 @@ def segments(function: object) -> Verdict:
     for count in (1, 2, *(random.randint(3, 6) for _ in range(20))):
         batches.append((random.choices(("a", "b", None), k=count), [random.randint(1, 5) for _ in range(count)]))
     cases = [(batch, right(*batch)) for batch in batches]
-    explanation = "one segment for each adapter, as long as all tokens of its requests."
+    explanation = "one segment for each run of requests of one owner, as long as all their tokens."
     return check_function(function, cases, explanation, hint)
