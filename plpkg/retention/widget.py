@@ -111,8 +111,7 @@ def draw(kept: Kept, ax):
     ax.set_yticks(range(len(names)), names)
     ax.set(xlim=(-1, LENGTH + 1), ylim=(len(names) - 0.5, -0.5), xlabel="position (grey: the values)")
     ax.grid(False)
-    chosen = f"{kept.scorer}, {kept.budget} units, {kept.stabilizers} stabilizers"
-    ax.set_title(f"{chosen}: {kept.right} of {kept.asked} found here, {kept.mean:.1f} on average")
+    ax.set_title(f"{kept.right} of {kept.asked} found here, {kept.mean:.1f} on average")
     held = {
         name: len(set(values) & set(units.tolist())) for name, units in zip(names, by_layer.flatten(0, 1), strict=True)
     }
