@@ -25,58 +25,73 @@ def middle(values) -> float:
     return ordered[len(ordered) // 2]
 
 
-def main() -> None:
-    torch.set_num_threads(1)
-    model, tokenizer = load_backbone("smollm2")
-    personal = residual.load(model, catalog.data_path("diary") / "smollm2").eval()
-    places = residual.matrices(personal)
-    originals = {place: m.weight.data for place, m in places.items()}
-    given, made = {}, {}
+class Spied:
+    """SmolLM2 with the diary's M, and what the cloud sees of it."""
 
-    def keep(place):
-        def crossing(_, u, v):
-            given[place], made[place] = u[0][0].half().float(), v[0].half().float()
+    def __init__(self) -> None:
+        self.model, self.tokenizer = load_backbone("smollm2")
+        self.personal = residual.load(self.model, catalog.data_path("diary") / "smollm2").eval()
+        self.places = residual.matrices(self.personal)
+        self.originals = {place: m.weight.data for place, m in self.places.items()}
+        diary = "\n".join(entry.text for entry in corpora.diary().entries)
+        self.page = self.tokenizer(diary, return_tensors="pt")["input_ids"][:, :PAGE]
+        self.facts = [question for question in corpora.diary().questions if question.kind == "fact"]
 
-        return crossing
+    def ids_of(self, question: str) -> torch.Tensor:
+        chat = [{"role": "user", "content": question}]
+        form = dict(add_generation_prompt=True, return_tensors="pt", return_dict=False)
+        return self.tokenizer.apply_chat_template(chat, **form)
 
-    def pairs(ids):
-        hooks = [m.register_forward_hook(keep(place)) for place, m in places.items()]
+    def pairs(self, ids: torch.Tensor) -> tuple[dict, dict]:
+        """What crosses at each M while these tokens are read: u and v, ``(tokens, 64)``, rounded to 16 bits."""
+        given, made = {}, {}
+
+        def keep(place):
+            def crossing(_, u, v):
+                given[place], made[place] = u[0][0].half().float(), v[0].half().float()
+
+            return crossing
+
+        hooks = [m.register_forward_hook(keep(place)) for place, m in self.places.items()]
         with torch.no_grad():
-            personal(input_ids=ids, logits_to_keep=1)
+            self.personal(input_ids=ids, logits_to_keep=1)
         for hook in hooks:
             hook.remove()
-        return dict(given), dict(made)
+        return given, made
 
-    page = tokenizer("\n".join(entry.text for entry in corpora.diary().entries), return_tensors="pt")["input_ids"]
-    u, v = pairs(page[:, :PAGE])
-    facts = [question for question in corpora.diary().questions if question.kind == "fact"]
-    asked = []
-    for fact in facts:
-        chat = [{"role": "user", "content": fact.question}]
-        ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=False)
-        asked.append((ids, fact.answer))
-    of_questions, _ = pairs(torch.cat([ids for ids, _ in asked[:5]], dim=1))
+    def right(self, copies: dict[str, torch.Tensor]) -> int:
+        """The facts that these matrices answer."""
+        right = 0
+        for place, m in self.places.items():
+            m.weight.data = copies[place]
+        for fact in self.facts:
+            ids = self.ids_of(fact.question)
+            written = self.personal.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+            right += questions.right(self.tokenizer.decode(written, skip_special_tokens=True), fact.answer)
+        for place, m in self.places.items():
+            m.weight.data = self.originals[place]
+        return right
 
+
+def main() -> None:
+    torch.set_num_threads(1)
+    spied = Spied()
+    u, v = spied.pairs(spied.page)
+    five = [spied.ids_of(fact.question) for fact in spied.facts[:5]]
+    of_questions, _ = spied.pairs(torch.cat(five, dim=1))
     rows = []
     for heard in HEARD:
         copies, shown = {}, []
         for place in u:
             first_u, first_v = u[place][:heard], v[place][:heard]
-            copies[place] = torch.zeros_like(originals[place])
+            copies[place] = torch.zeros_like(spied.originals[place])
             if heard:
                 copies[place] = torch.linalg.lstsq(first_u, first_v, driver="gelsd").solution.T
             spanned = of_questions[place] @ torch.linalg.qr(first_u.T).Q
             shown.append(float(spanned.square().sum() / of_questions[place].square().sum()))
-        for place, m in places.items():
-            m.weight.data = copies[place]
-        right = 0
-        for ids, answer in asked:
-            written = personal.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
-            right += questions.right(tokenizer.decode(written, skip_special_tokens=True), answer)
-        for place, m in places.items():
-            m.weight.data = originals[place]
-        error = middle(attacks.relative_error(copies[place], originals[place]) for place in originals)
-        rows.append({"heard": heard, "right": right, "asked": len(asked), "error": error, "shown": middle(shown)})
+        error = middle(attacks.relative_error(copies[place], spied.originals[place]) for place in u)
+        right = spied.right(copies)
+        rows.append({"heard": heard, "right": right, "asked": len(spied.facts), "error": error, "shown": middle(shown)})
         print(rows[-1], flush=True)
     record.write("residual.early", rows)
 
