@@ -36,6 +36,7 @@ MODELS = [
     "people",
     "diary",
     "clipping",
+    "autonomy/diary",
 ]  # each has a card
 TEXTS = [
     "README.md",

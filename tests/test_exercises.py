@@ -12,11 +12,6 @@ import torch
 from plpkg import ROOMS
 
 SLIPS = [
-    ("autonomy.cached_share", 53.5, 8.76, "reads twelve words"),
-    ("autonomy.cached_share", 53.5, 43.4, "needs no gradient"),
-    ("autonomy.cached_share", 53.5, 69.7, "needed twice"),
-    ("autonomy.cached_share", 53.5, 46.5, "the share that stays"),
-    ("autonomy.cached_share", 53.5, 30, "too small"),
     ("clipping.crossover_positions", 384, 543, "rule of bytes"),
     ("clipping.crossover_positions", 384, 768, "both Gram"),
     ("clipping.crossover_positions", 384, 192, "two operations"),
@@ -86,11 +81,6 @@ def clipped_sum(a, g, norms, C, most=1.0, factors=None):
 def sum_clipped_as_one(a, g, norms, C):
     total = torch.einsum("btp,btd->pd", g, a)
     return total * min(1, C / float(total.norm()))
-
-
-def averaged(states, labels):
-    pairs = list(zip(states, labels, strict=True))
-    return {key: sum(n * state[key] for state, n in pairs) / sum(labels) for key in states[0]}
 
 
 def guarded(public, personal, right, allowance, lead=0):
@@ -187,24 +177,6 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("throughput.break_even", lambda t, n, p: break_even(t, n - 1, p), "one more round trip"),
     ("throughput.break_even", lambda *a: max(0, break_even(*a)), "leave the result negative"),
     ("throughput.break_even", lambda *a: 1e3 * break_even(*a), "not milliseconds"),
-    ("autonomy.averaged", lambda s, n: averaged(s, [1] * len(n)), "more labels counts for more"),
-    (
-        "autonomy.averaged",
-        lambda s, n: {key: value * sum(n) for key, value in averaged(s, n).items()},
-        "divide the sum",
-    ),
-    ("autonomy.averaged", lambda s, n: {}, "the keys of the states"),
-    ("autonomy.averaged", lambda s, n: dict.fromkeys(s[0], math.nan), "Not yet"),
-    (
-        "autonomy.averaged",
-        lambda s, n: {k: sum(each[k] for each in s) for k in s[0]},
-        "divide by the number of all lab",
-    ),
-    (
-        "autonomy.averaged",
-        lambda s, n: {k: v * sum(n) / len(n) for k, v in averaged(s, n).items()},
-        "all labels, not of people",
-    ),
     ("autonomy.guarded", peeks, "the label is told after"),
     ("autonomy.guarded", sees_who_is_right, "the label is told after"),
     ("autonomy.guarded", lambda public, *a: public, "also while the public model is shown"),
@@ -352,7 +324,7 @@ def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
 
 NUMBERS = sorted(
     {checker for checker, *_ in FUNCTIONS}
-    - {"autonomy.averaged", "serving.segments", "communication.follows"}  # which give more than numbers
+    - {"serving.segments", "communication.follows"}  # which give more than numbers
 )
 
 
@@ -375,7 +347,7 @@ def test_right_numbers_in_a_wrong_shape_are_called_right(checker, reshape):
 def test_only_a_quantity_has_another_unit(checker, right, off):
     room, _, name = checker.rpartition(".")
     message = getattr(exercises(room), name)(right * off).message
-    quantity = name in ("rtt_for_half", "cached_share")
+    quantity = name in ("rtt_for_half",)
     assert "another unit" not in message or quantity
 
 

@@ -3,58 +3,13 @@
 from operator import ge, gt
 from random import Random
 
-from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.exercise import Verdict, check_function
 
 BODY, HEAD, WORDS = 4 * (64 * 128 + 128 * 128 + 128 * 96 + 96 * 96), 96 * 10_000, 12
 """Multiply-adds of the word predictor: of its body a word, of its head, and how many words a sample has."""
 
 TELLING = (*([int(digit) for digit in each] for each in ("000010010110", "111101001001", "101000100100")), 2)
 """Public and personal predictions, labels and an allowance for which each likely slip shows something else."""
-
-
-def cached_share(answer: object) -> Verdict:
-    """Which share of a step's multiplications do kept features save, in per cent?"""
-    body, forward = WORDS * BODY, HEAD
-    return check_number(
-        answer,
-        expected=100 * body / (body + 2 * forward),
-        unit="per cent",
-        tolerance=0.02,
-        explanation="12 words through the body are 2.21 million, the head's output and gradient 1.92 million.",
-        hints={
-            100 * BODY / (BODY + 2 * forward): "the body reads twelve words, the head predicts after the last only.",
-            100 * body / (body + 3 * forward): "the head's input needs no gradient: two products, not three.",
-            200 * forward / (body + 2 * forward): "that is the share that stays.",
-            100 * body / (body + forward): "the head is needed twice: for its output, and for its gradient.",
-        },
-        hint="Divide the body's products by the sum of the body's and twice the head's.",
-    )
-
-
-def averaged(function: object) -> Verdict:
-    """``averaged(states, labels)``: FedAvg's mean of dicts of numbers, weighted by how many labels each has."""
-    random, cases = Random(0), []
-    for _ in range(20):
-        labels = random.sample(range(1, 10), random.randint(2, 4))  # unequal, so that weights count
-        states = [{key: random.uniform(-1, 1) for key in "ab"} for _ in labels]
-        cases.append(((states, labels), _mean(states, labels, sum(labels))))
-    return check_function(function, cases, "the mean, weighted by labels.", _of_averaged, 1e-5)
-
-
-def _mean(states: list[dict], weights: list, total: float) -> dict:
-    return {key: sum(n * s[key] for n, s in zip(weights, states, strict=True)) / total for key in states[0]}
-
-
-def _of_averaged(got, states: list[dict], labels: list[int]) -> str:
-    if not isinstance(got, dict) or set(got) != set(states[0]):
-        return "a dict with the keys of the states is wanted"
-    mistakes = {
-        "who has more labels counts for more": _mean(states, [1] * len(states), len(states)),
-        "divide the sum by the number of all labels": _mean(states, labels, 1),
-        "divide by the number of all labels, not of people": _mean(states, labels, len(states)),
-        "divide by the number of all labels": _mean(states, [1] * len(states), 1),
-    }
-    return next((s for s, wrong in mistakes.items() if all(abs(got[k] - wrong[k]) <= 1e-5 for k in wrong)), "")
 
 
 def guarded(function: object) -> Verdict:
