@@ -6,7 +6,7 @@ For the other layers it has every M; those that were kept are zero in its copy, 
 
 * ``read``: tokens of the page that are read. ``right``: facts that the copy answers, by ``plpkg.questions.right``.
 
-Run: ``python -m benchmarks.residual.kept``, about ten minutes of one core.
+Run: ``python -m benchmarks.residual.kept``, about five minutes of one core.
 """
 
 import torch
