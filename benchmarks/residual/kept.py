@@ -13,32 +13,24 @@ import torch
 
 from benchmarks import record
 from benchmarks.residual.early import Spied
-from plpkg import corpora
+from plpkg import corpora, residual
+from plpkg.backbones import load_backbone
 from plpkg.residual import attacks
 
 KEPT = (0, 1, 3, 10, 20, 25, 29)
-
-
-@torch.no_grad()
-def first_layers(decoder, ids: torch.Tensor, count: int) -> torch.Tensor:
-    hidden = decoder.embed_tokens(ids)
-    angles = decoder.rotary_emb(hidden, torch.arange(ids.shape[1])[None])
-    for layer in decoder.layers[:count]:
-        hidden = layer(hidden, position_embeddings=angles)
-    return hidden
 
 
 def main() -> None:
     torch.set_num_threads(1)
     spied = Spied()
     table = spied.model.get_input_embeddings().weight.detach()
-    public = corpora.encode(corpora.public("test"), spied.tokenizer)
-    text = next(corpora.batches(public, batch=16, seq=256, seed=0))
+    public, _ = load_backbone("smollm2")
+    documents = corpora.encode(corpora.public("test"), spied.tokenizer)
+    text = next(corpora.batches(documents, batch=16, seq=256, seed=0))
     rows = []
     for kept in KEPT:
-        with spied.personal.disable_adapter():
-            attacker = attacks.LinearInverter(first_layers(spied.model.model, text, kept), text, table)
-        sent = first_layers(spied.model.model, spied.page, kept)[0].half().float()
+        attacker = attacks.LinearInverter(attacks.public_prefix(public, kept).embed(text), text, table)
+        sent = residual.split(spied.personal, kept)[0].embed(spied.page)[0].half().float()
         read = attacks.token_accuracy(attacker.recover(sent), spied.page[0])
         copies = {place: m * (int(place.split(".")[2]) >= kept) for place, m in spied.originals.items()}
         rows.append({"kept": kept, "of": len(spied.model.model.layers), "read": read, "right": spied.right(copies)})
