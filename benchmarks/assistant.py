@@ -20,6 +20,7 @@ Sections:
   AUC that no attack exceeds in the mean, by all (ε, δ) of the accountant's curve together.
 
   * loss: how much likelier the adapter makes the note, in nats a token;
+  * ratio: the public model's nats over the adapter's, since a note that was hard has more to gain;
   * end: minus the gradient of the note's loss at the finished adapter, along what was learnt (LoRA's B and
     PrivateLoRA's M began at zero), over its length;
   * start: the same at the public start, where B and M are zero and A is drawn from a known seed.
@@ -63,6 +64,7 @@ PERSONS = ("0", "2", "4", "diary")
 SIGMAS = {"device, ε=7": 1.0, "device, ε=1": 3.875, "wire, ε=7": 1.0}
 DESIGNS = ("device", "wire", "device, small", *SIGMAS)
 ON_SMOLLM2 = ("device", "wire", "device, ε=7")
+ATTACKS = ("loss", "ratio", "end", "start")
 SHADOWS, SHADOWED = 8, "0"
 EPOCHS, STEPS_AN_EPOCH = 15, 6
 PRIVATE_STEPS, MAX_GRAD_NORM, DELTA = 32, 1.0, 1e-3
@@ -172,11 +174,13 @@ class Learner:
         zero = [name for name, value in begin.items() if not value.any()]  # LoRA's B, PrivateLoRA's M
         learnt = {name: own.state[name] for name in zero}
         models = {"end": own.model, "start": began}
-        found = {case: [] for case in ("nats", "loss", *gradients)}
+        found = {case: [] for case in ("nats", "loss", "ratio", *gradients)}
         for ids in (each.ids for each in self.encoded(notes)):
             with torch.no_grad():
                 found["nats"].append(self.nats(own.model, ids).item())
-                found["loss"].append(self.nats(self.model, ids).item() - found["nats"][-1])
+                public = self.nats(self.model, ids).item()
+            found["loss"].append(public - found["nats"][-1])
+            found["ratio"].append(public / found["nats"][-1])
             for case in gradients:
                 model = models[case]
                 weights = dict(model.named_parameters())
@@ -270,7 +274,7 @@ def half(name: str, person_name: str, design: str) -> Iterator[dict]:
     row = dict(model=name, person=person_name, design=design)
     yield row | dict(cpu_s=round(time.process_time() - began, 1)) | learner.asked(own, person, inside)
     scores = learner.evidence(own, inside + outside)
-    for attack in ("loss", "end", "start"):
+    for attack in ATTACKS:
         told_by = told(scores[attack][: len(inside)], scores[attack][len(inside) :])
         yield row | dict(attack=attack) | told_by
 
