@@ -31,7 +31,6 @@ MODELS = [
     "retention/smollm2-reader",
     "minilm",
     "backbone",
-    "reader",
     "serving",
     "people",
     "diary",

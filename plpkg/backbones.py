@@ -21,12 +21,8 @@ from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
-READERS = {"plpkg-reader": ("plpkg-small", "reader"), "smollm2-reader": ("smollm2", "smollm2-reader")}
-"""Models that are another with an adapter merged into it: which one, and where in ``data/`` the adapter is."""
 UNKNOWN = "unknown"
 """What smollm2-reader thinks, one token, where a text does not say. It does not write it: each question is answered."""
-READER_POSITIONS = 3072
-"""Of plpkg-reader, which has learnt from longer texts than plpkg-small. RoPE needs no table for them."""
 
 
 def load_backbone(
@@ -44,8 +40,8 @@ def load_backbone(
     name_or_path
         One of this package's names; a hub name; or a folder that ``save_pretrained`` wrote. The names are
         ``"smollm2"``, the published SmolLM2-135M-Instruct as ``plpkg fetch`` unpacked it from 4 bits;
-        ``"plpkg-small"``, a small model that comes with this package; ``"smollm2-reader"`` and ``"plpkg-reader"``, the
-        two with a public adapter merged into them that answers questions about a text.
+        ``"smollm2-reader"``, the same with a public adapter merged into it that answers questions about a text; and
+        ``"plpkg-small"``, a small model that comes with this package.
     dtype
         The precision of the weights, ``torch.float32``, ``torch.bfloat16`` or ``torch.float16``; ``"auto"`` keeps the
         checkpoint's. On the CPU, its safetensors are then mapped from their file and read as they are used.
@@ -72,8 +68,8 @@ def load_backbone(
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import find_adapter_config_file
 
-    if name_or_path in READERS:
-        return _reader(name_or_path, dtype, device=device, local_files_only=local_files_only, **options)
+    if name_or_path == "smollm2-reader":
+        return _smollm2_reader(dtype, device=device, local_files_only=local_files_only, **options)
     _require_device(device)
     name = str(_folder(name_or_path) or name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
@@ -141,18 +137,13 @@ def _folder(name: str | Path) -> Path | None:
     return catalog.data_path("backbone") if name == "plpkg-small" else None
 
 
-def _reader(name: str, dtype: torch.dtype | str, **options):
+def _smollm2_reader(dtype: torch.dtype | str, **options):
     from peft import PeftModel
 
-    base, adapter = READERS[name]
-    model, tokenizer = load_backbone(base, **options)  # in float32: rounded once, when it is merged
-    if name == "plpkg-reader":
-        model.config.max_position_embeddings = READER_POSITIONS
-    model = PeftModel.from_pretrained(model, catalog.data_path(adapter)).merge_and_unload()
-    if name == "smollm2-reader":
-        model.generation_config.bad_words_ids = [tokenizer(UNKNOWN)["input_ids"]]
-    if base in wheels.WHEELS:
-        model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = name
+    model, tokenizer = load_backbone("smollm2", **options)  # in float32: rounded once, when it is merged
+    model = PeftModel.from_pretrained(model, catalog.data_path("smollm2-reader")).merge_and_unload()
+    model.generation_config.bad_words_ids = [tokenizer(UNKNOWN)["input_ids"]]
+    model.name_or_path = model.config._name_or_path = tokenizer.name_or_path = "smollm2-reader"
     return model.to(torch.bfloat16 if dtype == "auto" else dtype).eval(), tokenizer
 
 

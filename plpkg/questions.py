@@ -9,10 +9,8 @@ import torch
 
 from plpkg.backbones import UNKNOWN
 from plpkg.corpora.documents import Document
-from plpkg.corpora.notes import Passage
 from plpkg.corpora.tokens import Tokens, encode
 from plpkg.learning import evaluating
-from plpkg.results import Sentences
 from plpkg.validation import whole_number
 
 LONGEST = 32
@@ -87,13 +85,13 @@ def token_ids(asked: str, tokenizer) -> list[int]:
     return [start, *ids]  # a plain text, by a tokenizer that does not write it
 
 
-def expected(passages: Iterable[Passage | tuple[str, str, str]], tokenizer, *, read: bool = False) -> list[Tokens]:
+def expected(passages: Iterable[tuple[str, str, str]], tokenizer, *, read: bool = False) -> list[Tokens]:
     """Prompts with the answers that are expected: what :func:`plpkg.scoring.score` scores are the answers alone.
 
     Parameters
     ----------
     passages
-        Passages, or a text, a question and its answer each.
+        A text, a question and its answer each.
     tokenizer
         A fast one.
     read
@@ -111,8 +109,7 @@ def expected(passages: Iterable[Passage | tuple[str, str, str]], tokenizer, *, r
     """
     chat = tokenizer.chat_template is not None
     documents = []
-    for each in passages:
-        text, question, right = (each.text, each.question, each.answer) if isinstance(each, Passage) else each
+    for text, question, right in passages:
         before, after = parts(text, question, tokenizer)
         asked = after if read else before + after
         said = right if chat else f" {right}\n"
@@ -125,7 +122,7 @@ def first_line(written: str) -> str:
     return written.strip().partition("\n")[0].rstrip()
 
 
-def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16) -> list[str]:
+def answers(model, tokenizer, asked: Sequence[tuple[str, str]], *, batch: int = 16) -> list[str]:
     """What a causal language model answers: its likeliest tokens up to the end of the line.
 
     Parameters
@@ -133,7 +130,7 @@ def answers(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, bat
     model, tokenizer
         The model and its tokenizer; the model's mode (training or evaluation) is left as it was.
     asked
-        Passages, or pairs of a text and a question.
+        Pairs of a text and a question.
     batch
         Questions at a time.
 
@@ -165,11 +162,10 @@ class Reading:
 
 
 @torch.inference_mode()
-def readings(model, tokenizer, asked: Sequence[Passage | tuple[str, str]], *, batch: int = 16) -> list[Reading]:
+def readings(model, tokenizer, asked: Sequence[tuple[str, str]], *, batch: int = 16) -> list[Reading]:
     """As :func:`answers`, with how sure the model is: so several texts can be read, and the surest answer taken."""
     whole_number("batch", batch, 1)
-    pairs = [(each.text, each.question) if isinstance(each, Passage) else each for each in asked]
-    rows = [token_ids(prompt(*pair, tokenizer), tokenizer) for pair in pairs]
+    rows = [token_ids(prompt(*pair, tokenizer), tokenizer) for pair in asked]
     room = getattr(model.config, "max_position_embeddings", math.inf) - LONGEST
     if rows and len(longest := max(rows, key=len)) > room:
         raise ValueError(f"a prompt has {len(longest)} tokens, of which the model takes {room} before an answer")
@@ -251,38 +247,6 @@ def interval(right: int, total: int) -> tuple[float, float]:
     return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
-@dataclass(frozen=True)
-class Answered(Sentences):
-    """Questions with what a model answered: ``passages`` and ``given``, in the same order."""
-
-    passages: tuple[Passage, ...]
-    given: tuple[str, ...]
-
-    @property
-    def right(self) -> list[bool]:
-        """For each question, whether the answer is the expected one, but for capitals and a full stop."""
-        return [same(given, passage.answer) for passage, given in zip(self.passages, self.given, strict=True)]
-
-    @property
-    def share(self) -> float:
-        """The share of right answers."""
-        return sum(self.right) / len(self.right)
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Wilson's 95 % interval of the share, if the questions are independent."""
-        return interval(sum(self.right), len(self.right))
-
-    def rows(self) -> list[dict]:
-        shown = zip(self.passages, self.given, self.right, strict=True)
-        return [{"question": p.question, "expected": p.answer, "answer": g, "right": r} for p, g, r in shown]
-
-    def __repr__(self) -> str:
-        low, high = self.interval
-        total = len(self.right)
-        return f"Answered({sum(self.right)} of {total} right: {self.share:.0%}, 95 % interval {low:.0%} to {high:.0%})"
-
-
 SMALL = frozenset(["a", "an", "are", "at", "in", "is", "it", "of", "on", "the", "to", "was"])
 """Words that make no answer another one."""
 
@@ -334,22 +298,3 @@ def right(said: str, accepted: str | Iterable[str], others: Iterable[str] = ()) 
 def _part_of(other: str, accepted: Iterable[str]) -> bool:
     """Whether a value that is listed as another one is part of an accepted one: it says nothing against it."""
     return any(contains(value, other) for value in accepted)
-
-
-def same(given: str, expected: str) -> bool:
-    """Whether two answers are the same but for capitals and a full stop: plpkg-reader's records are scored so."""
-    return given.rstrip(".").casefold() == expected.rstrip(".").casefold()
-
-
-def ask(model, tokenizer, passages: Sequence[Passage], *, batch: int = 16) -> Answered:
-    """Ask a model about texts whose answers are known; see :func:`answers`.
-
-    Raises
-    ------
-    ValueError
-        No passages, or as in :func:`answers`.
-    """
-    passages = tuple(passages)
-    if not passages:
-        raise ValueError("there are no passages to ask about")
-    return Answered(passages, tuple(answers(model, tokenizer, passages, batch=batch)))

@@ -347,7 +347,6 @@ def test_every_fact_has_a_source():
     ours = {
         "measured",
         "backbone",
-        "reader",
         "smollm2-reader",
         "diary",
         "notes",

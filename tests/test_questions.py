@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 
 from plpkg import questions
 from plpkg.backbones import UNKNOWN, load_backbone, random_backbone
-from plpkg.corpora import ABSENT, Passage, Tokens
+from plpkg.corpora import ABSENT, Tokens
 from plpkg.counts import Counts
 from plpkg.retention import chunked_prefill
 from plpkg.retention.scorers import SinkRecent
@@ -76,7 +76,7 @@ def test_expected_answers_cost_the_same_whoever_has_the_text(random, positions):
     model.lm_head.weight.data *= 50  # so that what comes before a token matters by more than rounding
     text = "The Skoda is on level 3."
     pairs = [("Where?", "level 3"), ("What colour is it, é?", ABSENT)]
-    passages = [Passage(text, *pairs[0], "fact"), (text, *pairs[1])]
+    passages = [(text, *pair) for pair in pairs]
     start = torch.tensor([tokenizer.bos_token_id, *tokenizer(text)["input_ids"]])
     read = chunked_prefill(model, start[None], SinkRecent(), 64, 4, positions=positions)
     expected = torch.cat([by_one_pass(model, tokenizer, start, *pair) for pair in pairs])
@@ -117,28 +117,13 @@ def test_the_models_mode_stays(small):
         model.eval()
 
 
-def test_a_prompt_without_room_for_an_answer_and_no_passage_are_refused(small):
+def test_a_prompt_without_room_for_an_answer_and_an_empty_batch_are_refused(small):
     model, tokenizer = small
     with pytest.raises(ValueError, match=r"a prompt has 12\d\d tokens, of which the model takes 992 before an answer"):
         questions.answers(model, tokenizer, [ASKED[0], ("word " * 1200, "Which?")])
     with pytest.raises(ValueError, match="batch must be a whole number of at least 1, got 0"):
         questions.answers(model, tokenizer, ASKED, batch=0)
     assert questions.answers(model, tokenizer, []) == []
-    with pytest.raises(ValueError, match="there are no passages to ask about"):
-        questions.ask(*small, [])
-
-
-def answered(*pairs):
-    passages = tuple(Passage("", "?", expected, "fact") for expected, _ in pairs)
-    return questions.Answered(passages, tuple(given for _, given in pairs))
-
-
-def test_right_is_the_same_but_for_capitals_and_a_full_stop():
-    judged = answered(("level 3", "Level 3."), ("level 3", "level 33"), ("level 3", "on level 3"), (ABSENT, ABSENT))
-    assert judged.right == [True, False, False, True]
-    assert judged.share == 0.5
-    assert repr(judged) == "Answered(2 of 4 right: 50%, 95 % interval 15% to 85%)"
-    assert judged.to_frame().answer.tolist()[1] == "level 33"
 
 
 @pytest.mark.parametrize(
@@ -146,15 +131,7 @@ def test_right_is_the_same_but_for_capitals_and_a_full_stop():
     [(0, 10, 0, 0.2775), (5, 10, 0.2366, 0.7634), (10, 10, 0.7225, 1), (81, 263, 0.2553, 0.3662)],
 )
 def test_the_interval_is_wilsons(right, total, low, high):  # the last is example in Newcombe (1998), table I
-    judged = answered(*[("a", "a")] * right, *[("a", "b")] * (total - right))
-    assert judged.interval == pytest.approx((low, high), abs=5e-5)
-
-
-def test_a_models_answers_are_judged(small):
-    passages = [Passage(*pair, "level 3", "fact") for pair in ASKED]
-    judged = questions.ask(*small, iter(passages))
-    assert judged.given == tuple(questions.answers(*small, ASKED))
-    assert len(judged.right) == len(ASKED)
+    assert questions.interval(right, total) == pytest.approx((low, high), abs=5e-5)
 
 
 PLAIN = "{% for m in messages %}[{{ m.role }}]{{ m.content }}[end]{% endfor %}[assistant]"

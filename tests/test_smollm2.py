@@ -5,14 +5,17 @@ import warnings
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from typer.testing import CliRunner
 
-from plpkg import questions, search, wheels
-from plpkg.adapters import load_adapter
-from plpkg.backbones import UNKNOWN, load_backbone
+from benchmarks.backbones import hands
+from plpkg import catalog, questions, search, wheels
+from plpkg.adapters import load_adapter, validate_adapter
+from plpkg.backbones import UNKNOWN, fingerprint, load_backbone
 from plpkg.cli import app
 from plpkg.residual import PrivateLoraConfig, load
+
+from rounding import assert_as_exact
 
 pytestmark = pytest.mark.skipif(
     not all(map(wheels.is_fetched, ("smollm2", "minilm"))), reason="the published models were not fetched: plpkg fetch"
@@ -79,6 +82,32 @@ def test_the_reader_thinks_unknown_where_a_note_does_not_say_and_never_writes_it
     says, *silent = questions.readings(*reader, [(text, question) for text in NOTES.values()])
     assert all(says.unknown < each.unknown for each in silent)
     assert UNKNOWN not in [each.answer for each in silent]
+
+
+def test_the_reader_is_the_published_model_with_a_public_adapter_merged(smollm2, reader):
+    folder, ids = catalog.data_path("smollm2-reader"), torch.arange(1, 40)[None]
+    adapter = validate_adapter(folder, smollm2[0])  # it is one that the service takes
+    merged = reader[0].state_dict()
+    for path, each in adapter.factors.items():
+        weight = smollm2[0].get_submodule(path).weight
+        change = each.scale * each.up.double() @ each.down.double()
+        assert_as_exact(merged[f"{path}.weight"], weight + change.float(), weight.double() + change)
+    with torch.no_grad():
+        beside = PeftModel.from_pretrained(load_backbone("smollm2")[0], folder).eval()
+        assert_as_exact(reader[0](ids).logits, beside(ids).logits, beside.double()(ids).logits)
+    assert fingerprint(reader[0]) != fingerprint(smollm2[0])
+    assert not reader[0].training
+    half, _ = load_backbone("smollm2-reader", dtype="auto")
+    assert torch.equal(half.lm_head.weight, reader[0].lm_head.weight.bfloat16())
+
+
+def test_recorded_answers_are_those_of_the_shipped_reader(reader):
+    answers = catalog.measured("backbones_asking").set_index(["section", "method", "reads"])
+    share = answers.loc[("handwritten", "smollm2-reader", "right note"), "share"].item()
+    asked = hands.handwritten()
+    given = questions.answers(*reader, [(note, question) for note, question, _ in asked])
+    right = sum(questions.right(said, answer) for said, (_, _, answer) in zip(given, asked, strict=True))
+    assert abs(right / len(asked) - share) <= 2 / 30  # a tie may break otherwise
 
 
 def test_an_adapter_made_here_names_the_model_and_not_a_folder(smollm2, tmp_path):

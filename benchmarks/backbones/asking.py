@@ -44,11 +44,12 @@ import functools
 import itertools
 import json
 import os
+import random
 import re
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,7 +60,7 @@ import pandas as pd
 import torch
 
 from benchmarks import record
-from benchmarks.backbones import hands, reading
+from benchmarks.backbones import hands
 from benchmarks.backbones.hands import Collection, Question
 from plpkg import ask, catalog, excerpts, questions, search
 from plpkg.backbones import load_backbone
@@ -271,17 +272,23 @@ def judged(given: list[str], accepted: list[tuple[str, ...]]) -> dict:
     return share(sum(questions.right(*pair) for pair in pairs), len(pairs)) | {"contains": contains}
 
 
+def among(notes: Sequence[str], count: int) -> list[str]:
+    """Each note at a random place among others, ``count`` of them altogether."""
+    rng, result = random.Random(3), []
+    for note in notes:
+        others = rng.sample(sorted(set(notes) - {note}), count - 1)
+        result.append("\n\n".join(rng.sample([*others, note], count)))
+    return result
+
+
 def handwritten_rows() -> Iterator[dict]:
-    """Thirty older notes by another writer, alone and among four others; plpkg-reader has learnt from neither."""
-    alone = reading.handwritten()
-    sets = {"right note": alone, "five notes": reading.among(alone, 5, "\n\n")}
-    accepted = [(passage.answer,) for passage in alone]
-    for reads, passages in sets.items():
-        yield {"set": "handwritten", "method": "the text, repeated", "reads": reads} | judged(
-            [passage.text for passage in passages], accepted
-        )
-        for which in (*MODELS, "plpkg-reader"):
-            given = questions.answers(*model(which), passages)
+    """Thirty older notes by another writer, alone and among four others."""
+    notes, asked, answers = zip(*hands.handwritten(), strict=True)
+    accepted = [(answer,) for answer in answers]
+    for reads, texts in {"right note": notes, "five notes": among(notes, 5)}.items():
+        yield {"set": "handwritten", "method": "the text, repeated", "reads": reads} | judged(list(texts), accepted)
+        for which in MODELS:
+            given = questions.answers(*model(which), list(zip(texts, asked, strict=True)))
             yield {"set": "handwritten", "method": which, "reads": reads} | judged(given, accepted)
 
 

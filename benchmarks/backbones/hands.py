@@ -7,6 +7,7 @@ report (:data:`REPORTING`): ``plain``, where questions and notes mostly share wo
 question shares more words with a wrong note than with the right one.
 """
 
+import csv
 import functools
 import json
 from dataclasses import dataclass
@@ -61,3 +62,9 @@ def training_hands() -> list[str]:
     """All that are learnt from, in their order."""
     names = [path.stem for path in catalog.data_path("notes", "hands").glob("hand*.json")]
     return sorted((name for name in names if name not in CHOOSING), key=lambda name: int(name.removeprefix("hand")))
+
+
+def handwritten() -> list[tuple[str, str, str]]:
+    """Thirty older notes by another writer, each with a question and its answer."""
+    with catalog.data_path("notes", "handwritten.csv").open(encoding="utf-8", newline="") as file:
+        return [(row["note"], row["question"], row["answer"]) for row in csv.DictReader(file)]

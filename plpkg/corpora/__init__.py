@@ -6,7 +6,7 @@ from plpkg.corpora.documents import SPLITS, Document, Writer
 from plpkg.corpora.examples import Examples, Person, token_examples, word_examples
 from plpkg.corpora.folder import text_folder
 from plpkg.corpora.images import Digits, Images, digits, printed_digits
-from plpkg.corpora.notes import ABSENT, Asked, Notes, Passage, notes, sixty_facts
+from plpkg.corpora.notes import ABSENT, Asked, Notes, notes
 from plpkg.corpora.tokens import Tokens, batch, batches, encode
 from plpkg.corpora.words import Vocabulary, sentences
 
@@ -20,7 +20,6 @@ __all__ = [
     "Examples",
     "Images",
     "Notes",
-    "Passage",
     "Person",
     "Question",
     "Tokens",
@@ -37,7 +36,6 @@ __all__ = [
     "printed_digits",
     "public",
     "sentences",
-    "sixty_facts",
     "text_folder",
     "token_examples",
     "versions",

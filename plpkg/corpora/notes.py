@@ -1,6 +1,6 @@
 """Notes of invented people, with questions whose answers stand in them.
 
-They were drawn once, by a generator that is not part of this package, and are data (``data/notes/``).
+They were drawn once, by a generator that is no longer part of the project, and are data (``data/notes/people``).
 """
 
 import json
@@ -13,16 +13,6 @@ from plpkg.validation import one_of
 
 ABSENT = "the notes do not say"
 """The answer to a question that the notes leave open."""
-
-
-@dataclass(frozen=True)
-class Passage:
-    """A text, a question about it, the answer (a span of the text, or ``ABSENT``), and the question's kind."""
-
-    text: str
-    question: str
-    answer: str
-    kind: str
 
 
 @dataclass(frozen=True)
@@ -82,9 +72,3 @@ def notes(seed: int, *, entries: int = 60) -> Notes:
     documents = tuple(Document(name, text) for name, text in whole["entries"].items())
     questions = tuple(Asked(**each | {"notes": tuple(each["notes"])}) for each in whole["questions"])
     return Notes(whole["person"], documents, questions)
-
-
-def sixty_facts() -> list[Passage]:
-    """One text of sixty plain facts about an invented person (1,602 tokens of plpkg-small's), and four questions."""
-    whole = json.loads(catalog.data_path("notes", "sixty.json").read_text(encoding="utf-8"))
-    return [Passage(text=whole["text"], **each) for each in whole["questions"]]
