@@ -83,6 +83,10 @@ def sum_clipped_as_one(a, g, norms, C):
     return total * min(1, C / float(total.norm()))
 
 
+def membership(own, public):
+    return public / own
+
+
 def guarded(public, personal, right, allowance, lead=0):
     shown, spent = [], 0
     for one, other, truth in zip(public, personal, right, strict=True):
@@ -237,6 +241,15 @@ FUNCTIONS = [  # the right function above is called as its checker is
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n / n, C), "nothing is clipped"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, g, n, C) / len(a), "a sum is asked for"),
     ("clipping.clipped_sum", lambda a, g, n, C: clipped_sum(a, n[:, None, None] * g, n / n, C), "not with"),
+    ("clipping.membership", lambda own, public: -own, "the bare loss"),
+    ("clipping.membership", lambda own, public: 1 / own, "the bare loss"),
+    ("clipping.membership", lambda own, public: own, "the other way"),
+    ("clipping.membership", lambda own, public: own - public, "the other way"),
+    ("clipping.membership", lambda own, public: own / public, "the other way"),
+    ("clipping.membership", lambda own, public: public, "guessing 50 %"),
+    ("clipping.membership", lambda own, public: (public - own).mean(), "one score for each note"),
+    ("clipping.membership", lambda own, public: (public - own)[:200], "(400,), not (200,)"),
+    ("clipping.membership", lambda own, public: own.nothing, "raises AttributeError"),
     ("retention.labels", lambda q, k: labels(q, k, scale=False), "the root of d"),
     ("retention.labels", lambda q, k: labels(q, k, how="mean"), "not the mean"),
     ("retention.labels", lambda q, k: labels(q, k, repeat=True), "repeat_interleave, not repeat"),
@@ -325,6 +338,7 @@ def test_a_checker_tells_right_from_wrong(checker, right, slip, hint):
 NUMBERS = sorted(
     {checker for checker, *_ in FUNCTIONS}
     - {"serving.segments", "communication.follows"}  # which give more than numbers
+    - {"clipping.membership"}  # whose order counts, not its numbers
 )
 
 

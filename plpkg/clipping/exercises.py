@@ -82,3 +82,44 @@ def clipped_sum(function: object) -> Verdict:
         cases.append(((a, g, norms, C), total(a, g, norms, C)))
     explanation = "scale each example's g by its c, and one matrix product adds up: no second pass."
     return check_function(function, cases, explanation, hint)
+
+
+def membership(function: object) -> Verdict:
+    """``function(own, public)``: how likely each note was learnt, ``(notes,)``, from two models' nats a token.
+
+    Judged on 400 simulated notes: how hard a note is differs much more than what learning it gains.
+    """
+    random = torch.Generator().manual_seed(0)
+    hard = 2 + 3 * torch.rand(400, generator=random)
+    gain = 0.05 * torch.randn(400, generator=random) + 0.15 * (torch.arange(400) < 200)
+    public, own = hard, hard * (1 - gain.clamp(min=-0.1))
+    if function is None:
+        return Verdict(False, "No answer yet: write the function, and give it to the checker.")
+    try:
+        scores = torch.as_tensor(function(own.clone(), public.clone()), dtype=torch.float64)
+    except Exception as error:
+        return Verdict(False, f"Not yet: it raises {type(error).__name__}: {error}")
+    if scores.shape != own.shape:
+        return Verdict(
+            False, f"Not yet: one score for each note is wanted, {tuple(own.shape)}, not {tuple(scores.shape)}."
+        )
+    auc, bare, compared = (_auc(each) for each in (scores, -own.double(), (public - own).double()))
+    if auc >= compared - 0.005:
+        return Verdict(
+            True, f"Right: of two notes it finds the learnt one {auc:.0%} of the time, the bare loss {bare:.0%}."
+        )
+    if auc <= 1 - compared + 0.005 or abs(auc - (1 - bare)) < 0.005:
+        return Verdict(
+            False, "Not yet: a larger score must mean that the note was rather learnt; yours is the other way."
+        )
+    if abs(auc - bare) < 0.005:
+        return Verdict(
+            False, "Not yet: that is the bare loss. An easy note is likely for any model: what is it without learning?"
+        )
+    return Verdict(False, f"Not yet: of two notes it finds the learnt one {auc:.0%} of the time, guessing 50 %.")
+
+
+def _auc(scores: torch.Tensor) -> float:
+    """Of pairs of a learnt note, among the first half, and another: the share in which it has the larger score."""
+    learnt, others = scores.chunk(2)
+    return ((learnt[:, None] > others).double() + (learnt[:, None] == others).double() / 2).mean().item()

@@ -1,6 +1,6 @@
 """Communication: bits and round trips between a device and the cloud (notebook 01).
 
-The names a notebook imports; ``plots``, ``widget``, ``exercises`` and ``onlookers`` load on first use, and
+The names a notebook imports; ``plots``, ``widget``, ``exercises``, ``onlookers`` and ``designs`` load on first use, and
 ``count`` imports torch when it is called, so that a calculation needs neither torch nor matplotlib.
 """
 
@@ -24,6 +24,7 @@ __all__ = [
     "Traffic",
     "WireBytes",
     "count",
+    "designs",
     "exercises",
     "full_activations",
     "ladder",
@@ -37,4 +38,6 @@ __all__ = [
     "widget",
 ]
 
-__getattr__ = on_first_use(__name__, exercises="exercises", onlookers="onlookers", plots="plots", widget="widget")
+__getattr__ = on_first_use(
+    __name__, designs="designs", exercises="exercises", onlookers="onlookers", plots="plots", widget="widget"
+)

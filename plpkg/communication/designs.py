@@ -1,0 +1,257 @@
+"""Who has what of a private assistant: six designs for one person's notes, and four who look on.
+
+What reaches an onlooker is a fact of the design, and what follows from it is found as in
+:mod:`plpkg.communication.onlookers`. What attacks on the adapter's file found is *measured, recorded*
+(``benchmarks/assistant.py``): three invented persons and the diary's writer, plpkg-small, half of each person's notes
+learnt, and told from the other half.
+"""
+
+import math
+from dataclasses import dataclass
+
+from plpkg import catalog, drawing, theme
+from plpkg.communication.onlookers import follows
+from plpkg.results import Tabular
+from plpkg.validation import one_of
+
+TRAINING = "the cloud while you learn"
+LATER = "the cloud that answers"
+FILE = "who gets the file"
+ASKING = "who may ask it"
+ATTACKS = ("loss", "ratio", "end", "start")
+ONLOOKERS = (TRAINING, LATER, FILE, ASKING)
+
+
+@dataclass(frozen=True)
+class Design:
+    """Where a design keeps what, and what crosses.
+
+    Attributes
+    ----------
+    home, cloud
+        What is on your side, and what is in a cloud; no cloud is "".
+    up, down
+        What crosses.
+    received
+        What each onlooker receives; who is missing receives nothing.
+    recorded
+        The name of its rows in ``assistant.csv``; "" where nothing is learnt.
+    """
+
+    home: str
+    cloud: str
+    up: str
+    down: str
+    received: dict[str, tuple[str, ...]]
+    recorded: str = ""
+
+
+def _served(recorded: str, learning: str = "learning") -> Design:
+    """An adapter that was learnt at home, and is served beside a model in a cloud."""
+    received = {LATER: ("prompts", "answers", "adapter"), FILE: ("adapter",), ASKING: ("the adapter's answers",)}
+    home = f"notes,\n{learning}"
+    return Design(home, "a model,\nyour adapter", "adapter, questions", "answers", received, recorded)
+
+
+CROSSING = ("embeddings", "A x", "M A x")
+FOUND = ("notes that fit the question",)
+DESIGNS = {
+    "search, at home": Design("notes, search,\nmodel", "", "", "", {ASKING: FOUND}),
+    "search, answered in a cloud": Design(
+        "notes, search", "a model", "question, one note", "answer", {LATER: ("prompts", "answers"), ASKING: FOUND}
+    ),
+    "adapter, served": _served("device"),
+    "small adapter, served": _served("device, small"),
+    "small adapter, ε = 7": _served("device, ε=7", "learning with noise"),
+    "small adapter, ε = 1": _served("device, ε=1", "learning with noise"),
+    "M, over the wire": Design(
+        "notes, M,\nembedding, head",
+        "the layers",
+        "embeddings, M A x",
+        "A x, hidden states",
+        {TRAINING: CROSSING, LATER: (*CROSSING, "last hidden states"), ASKING: ("the adapter's answers",)},
+        "wire",
+    ),
+}
+RULES = (
+    (frozenset({"embeddings"}), "your words"),
+    (frozenset({"prompts"}), "the question and the note in it"),
+    (frozenset({"last hidden states"}), "the answer's words"),
+    (frozenset({"A x", "M A x"}), "M, after a few dozen words"),
+    (frozenset({"adapter"}), "what it answers, and which notes it has learnt"),
+    (frozenset({"the adapter's answers"}), "what it has learnt by heart, for the question's wording"),
+)
+
+
+@dataclass(frozen=True)
+class Attack:
+    """An attack on a design's file: how it tells learnt notes from others, in the mean of the persons.
+
+    ``auc`` has a 95 % interval ``low`` to ``high``; ``found`` of ``notes`` stand above all that were not learnt.
+    """
+
+    name: str
+    auc: float
+    low: float
+    high: float
+    found: int
+    notes: int
+
+
+@dataclass(frozen=True)
+class Attacks(Tabular):
+    """All attacks on a design's file, the worst first, and the mean AUC that ε allows; without ε it is 1."""
+
+    attacks: tuple[Attack, ...]
+    bound: float
+
+    def rows(self) -> list[dict]:
+        return [vars(attack) for attack in self.attacks]
+
+
+@dataclass(frozen=True)
+class View:
+    """What an onlooker of a design receives, what follows, and what was measured of it."""
+
+    design: str
+    onlooker: str
+    received: tuple[str, ...]
+    conclusions: tuple[str, ...]
+    attacks: Attacks | None
+    cards: tuple[int, int] | None
+
+
+def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
+    """What attacks on the file of a recorded design found, person by person, in the mean.
+
+    Parameters
+    ----------
+    recorded
+        The design's name in ``assistant.csv``.
+    model
+        ``plpkg-small``, or ``smollm2``, which one person's notes were learnt with.
+
+    Raises
+    ------
+    ValueError
+        There are no such rows.
+    """
+    rows = catalog.measured("assistant")
+    rows = rows[(rows["model"] == model) & rows["attack"].isin(ATTACKS)]
+    one_of("recorded", recorded, tuple(rows["design"].unique()))
+    found = []
+    for name, some in rows[rows["design"] == recorded].groupby("attack"):
+        auc = some["auc"].mean()
+        error = math.sqrt((some["se"] ** 2).sum()) / len(some)  # persons are independent
+        low, high = max(0.0, auc - 1.96 * error), min(1.0, auc + 1.96 * error)
+        found.append(Attack(name, auc, low, high, int(some["found"].sum()), int(some["found_of"].sum())))
+    bounds = _asked(recorded, model)["bound"].dropna()
+    return Attacks(tuple(sorted(found, key=lambda each: -each.auc)), float(bounds.iloc[0]) if len(bounds) else 1.0)
+
+
+def _asked(recorded: str, model: str):
+    """The rows of what an adapter answers, one for each person."""
+    rows = catalog.measured("assistant")
+    return rows[(rows["model"] == model) & (rows["design"] == recorded) & rows["card"].notna()]
+
+
+def compute(design: str, onlooker: str) -> View:
+    """What somebody has; ValueError where the design or the onlooker is none of these."""
+    chosen = DESIGNS[one_of("design", design, tuple(DESIGNS))]
+    received = chosen.received.get(one_of("onlooker", onlooker, ONLOOKERS), ())
+    conclusions = tuple(sorted(follows(received, RULES).difference(received)))
+    told = cards = None
+    if chosen.recorded and received:
+        asked = _asked(chosen.recorded, "plpkg-small")
+        cards = int(asked["card"].sum()), int(asked["card_of"].sum())
+        if "adapter" in received:
+            told = attacks(chosen.recorded)
+    return View(design, onlooker, received, conclusions, told, cards)
+
+
+def read_out(view: View) -> str:
+    """The view in words."""
+    if not view.received:
+        return f"{view.design}: {view.onlooker} receives nothing."
+    said = f"{view.design}: {view.onlooker} receives {', '.join(view.received)}"
+    if view.conclusions:
+        said += f"; from this follows: {', '.join(view.conclusions)}"
+    if view.cards:
+        said += f". Recorded: it answers {view.cards[0]} of {view.cards[1]} learnt cards"
+    if view.attacks:
+        worst = view.attacks.attacks[0]
+        said += (
+            f"; the best attack on the file tells learnt notes from others with AUC {worst.auc:.2f} "
+            f"({worst.low:.2f} to {worst.high:.2f}), and {worst.found} of {worst.notes} without a false alarm"
+        )
+        if view.attacks.bound < 1:
+            said += f"; ε allows no attack more than {view.attacks.bound:.2f}"
+    return said + "."
+
+
+def draw(view: View, ax=None):
+    """Draw where everything is in a design, what crosses, and where the onlooker stands."""
+    design = DESIGNS[view.design]
+    ax = drawing.canvas(12, 4.4, ax)
+    yours, others, watching = drawing.colours(3)
+    drawing.lane(ax, 0.2, 0.2, 4.0, 4.0, "at home")
+    drawing.lane(ax, 7.8, 0.2, 4.0, 4.0, "in a cloud")
+    drawing.box(ax, 0.5, 1.4, 3.4, 1.6, design.home, yours)
+    if design.cloud:
+        drawing.box(ax, 8.1, 1.4, 3.4, 1.6, design.cloud, others)
+        drawing.arrow(ax, (3.9, 1.8), (8.1, 1.8), design.up)
+        drawing.arrow(ax, (8.1, 2.6), (3.9, 2.6), design.down, above=False)
+    else:
+        drawing.note(ax, 9.8, 2.2, "nothing")
+    places = {TRAINING: (9.8, 3.6), LATER: (9.8, 3.6), FILE: (6.0, 0.7), ASKING: (6.0, 3.7)}
+    sees = "sees nothing" if not view.received else "sees: " + ", ".join(view.received)
+    colour = watching if view.received else "0.5"
+    x, y = places[view.onlooker]
+    sign = dict(boxstyle="round", facecolor=colour, edgecolor="white")
+    wrapped = f"{view.onlooker}\n{sees}".replace(", M A x", ",\nM A x")
+    drawing.note(ax, x, y, wrapped, 8.5, color="white", bbox=sign, zorder=6)
+    return theme.describe(
+        ax,
+        f"At home: {' '.join(design.home.split())}. In a cloud: {' '.join(design.cloud.split()) or 'nothing'}. "
+        f"Up: {design.up or 'nothing'}; down: {design.down or 'nothing'}. {read_out(view)}",
+    )
+
+
+def worst(ax=None):
+    """For each design whose file leaves home, the AUC of the best attack that was tried, and what ε allows."""
+    served = {name: design.recorded for name, design in DESIGNS.items() if FILE in design.received}
+    found = {name: attacks(recorded) for name, recorded in served.items()}
+    ax = theme.axes(ax, figsize=(7.2, 1.0 + 0.45 * len(found)))
+    colour, allowed = drawing.colours(2)
+    said = []
+    for place, (name, tried) in enumerate(found.items()):
+        best = tried.attacks[0]
+        ax.plot([best.low, best.high], [place, place], color=colour, linewidth=2)
+        ax.plot(best.auc, place, "o", color=colour, label="best attack, 95 % interval" if place == 0 else None)
+        said.append(f"{name}: {best.auc:.2f} ({best.low:.2f} to {best.high:.2f})")
+        if tried.bound < 1:
+            ax.plot(
+                tried.bound, place, "|", color=allowed, markersize=18, markeredgewidth=3, label="most that ε allows"
+            )
+            said[-1] += f", allowed {tried.bound:.2f}"
+    ax.axvline(0.5, linestyle="--", color="gray")
+    ax.set(yticks=range(len(found)), yticklabels=list(found), ylim=(len(found) - 0.5, -0.5), xlim=(0.4, 1.03))
+    ax.set_xlabel("AUC of membership (0.5: guessing; ← better for the owner)")
+    handles, labels = ax.get_legend_handles_labels()
+    shown = dict(zip(labels, handles, strict=True))
+    ax.legend(shown.values(), shown.keys(), loc="lower left")
+    return theme.describe(ax, f"What the best attack tells of who was learnt, by design. {'; '.join(said)}.")
+
+
+def explorer():
+    """Sliders for design and onlooker."""
+    import ipywidgets
+
+    from plpkg.explorer import Explorer
+
+    controls = {
+        "design": ipywidgets.SelectionSlider(description="design", options=list(DESIGNS), value="adapter, served"),
+        "onlooker": ipywidgets.SelectionSlider(description="onlooker", options=ONLOOKERS, value=FILE),
+    }
+    question = "In which designs does nobody else learn a note, and what can the assistant then answer?"
+    return Explorer(controls, compute, read_out, draw, question)
