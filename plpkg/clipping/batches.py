@@ -15,10 +15,15 @@ def leaves(batch) -> list[torch.Tensor]:
     if isinstance(batch, torch.Tensor):
         return [batch]
     if isinstance(batch, Mapping):
-        return [leaf for value in batch.values() for leaf in leaves(value)]
-    if isinstance(batch, (tuple, list)):
-        return [leaf for value in batch for leaf in leaves(value)]
-    return []
+        values = batch.values()
+    elif isinstance(batch, (tuple, list)):
+        values = batch
+    else:
+        return []
+    found = []
+    for value in values:
+        found += leaves(value)
+    return found
 
 
 def examples(batch, index, of: int | None = None, but: Sequence[torch.Tensor] = ()):
@@ -26,8 +31,11 @@ def examples(batch, index, of: int | None = None, but: Sequence[torch.Tensor] = 
     ``but`` for those that all examples share).
     """
     if isinstance(batch, torch.Tensor):
-        own = of is None or (batch.ndim and len(batch) == of and all(batch is not each for each in but))
-        return batch[index] if own else batch
+        if of is None:
+            return batch[index]
+        is_long = batch.ndim > 0 and len(batch) == of
+        is_shared = any(batch is each for each in but)
+        return batch[index] if is_long and not is_shared else batch
     if isinstance(batch, Mapping):
         return {key: examples(value, index, of, but) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):
@@ -70,16 +78,16 @@ def named(users: torch.Tensor | Sequence[Hashable], count: int) -> list[Hashable
     """
     if not isinstance(users, Iterable):
         raise ValueError(f"users must name whose each of {count} examples is, got {users!r}")
-    if (shape := tuple(getattr(users, "shape", (count,)))) != (count,):
+    shape = tuple(getattr(users, "shape", (count,)))
+    if shape != (count,):
         raise ValueError(f"users must name whose each of {count} examples is, of shape ({count},), got {shape}")
     names = users.tolist() if hasattr(users, "tolist") else list(users)
-    names = [name.tolist() if hasattr(name, "tolist") else name for name in names]  # a list of tensors: what they say
+    names = [name.tolist() if hasattr(name, "tolist") else name for name in names]  # of a list of tensors the numbers
     if len(names) != count:
         raise ValueError(f"users must name whose each of {count} examples is, got {len(names)}")
-    if nameless := [i for i, name in enumerate(names) if not _says_who(name)]:
-        raise ValueError(
-            f"users[{nameless[0]}]={names[nameless[0]]} is nobody: whose example is that? (A number or a text says it.)"
-        )
+    for i, name in enumerate(names):
+        if not _says_who(name):
+            raise ValueError(f"users[{i}]={name} is nobody: whose example is that? (A number or a text says it.)")
     return names
 
 
@@ -87,7 +95,7 @@ def _says_who(name: object) -> bool:
     if isinstance(name, tuple):
         return all(map(_says_who, name))
     by_place = type(name).__hash__ in (None, object.__hash__, torch.Tensor.__hash__)
-    return not by_place and name is not None and name == name
+    return not by_place and name is not None and name == name  # a NaN is not equal to itself
 
 
 def check_losses(losses: object, count: int) -> None:
@@ -123,15 +131,17 @@ class Rows:
     own: tuple[bool, ...] | None = None
 
     def fit(self, tensor: torch.Tensor, batch: int) -> bool:
-        """Whether a tensor has as many."""
-        return tensor.ndim > 0 and len(tensor) == (self.each if self.shared else batch * self.each)
+        """Whether a tensor has as many, for a batch of so many examples."""
+        expected = self.each if self.shared else batch * self.each
+        return tensor.ndim > 0 and len(tensor) == expected
 
     def given(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
-        """What a layer gave, with rows for each example: the shared ones are repeated, without memory."""
+        """A layer's output with rows for each example: shared ones are repeated, without memory."""
         if not self.shared:
             return tensor
-        one = self.each == 1 and not self.apart
-        return tensor.expand(batch, *(tensor.shape[1:] if one else tensor.shape))
+        is_batch_of_one = self.each == 1 and not self.apart
+        shape = tensor.shape[1:] if is_batch_of_one else tensor.shape
+        return tensor.expand(batch, *shape)
 
     def by_example(self, tensor: torch.Tensor, batch: int) -> torch.Tensor:
         """``(batch, …)``; if an example has several rows, ``(batch, each, …)``."""
@@ -140,19 +150,27 @@ class Rows:
         return tensor if self.each == 1 else tensor.unflatten(0, (batch, self.each))
 
 
-OWN, EVERYBODYS = Rows(), Rows(shared=True)
+OWN = Rows()
+"""One row for each example."""
+EVERYBODYS = Rows(shared=True)
+"""One row for all."""
 
 
 def alike(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Equal but for rounding, in half precision too."""
-    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-2, atol=1e-2 * one.abs().max().item())
+    if one.shape != other.shape:
+        return False
+    largest = one.abs().max().item()
+    return torch.allclose(one, other, rtol=1e-2, atol=1e-2 * largest)
 
 
 def behind(*nodes, but: tuple = ()) -> Iterator:
     """The nodes of autograd's graph from these on, each once; ``but`` are not passed."""
-    left, known = list(nodes), {None, *but}
+    left = list(nodes)
+    known = {None, *but}
     while left:
-        if (node := left.pop()) in known:
+        node = left.pop()
+        if node in known:
             continue
         known.add(node)
         yield node

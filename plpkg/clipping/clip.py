@@ -47,7 +47,8 @@ class Clip:
         several = isinstance(self.max_grad_norm, (list, tuple))
         if several and not self.local:
             raise ValueError(f"max_grad_norm={self.max_grad_norm!r}: one for each layer needs clipping='per_layer'")
-        for norm in self.max_grad_norm if several else [self.max_grad_norm]:
+        norms = self.max_grad_norm if several else [self.max_grad_norm]
+        for norm in norms:
             number("max_grad_norm", norm, open_low=True)
 
     @property
@@ -58,10 +59,12 @@ class Clip:
     @property
     def sensitivity(self) -> float:
         """The most that adding or removing one example moves the sum of the clipped gradients, an L2 norm."""
-        return math.hypot(*self.max_grad_norm) if isinstance(self.max_grad_norm, Sequence) else self.max_grad_norm
+        if isinstance(self.max_grad_norm, Sequence):
+            return math.hypot(*self.max_grad_norm)
+        return self.max_grad_norm
 
     def limits(self, layers: Sequence[str]) -> dict[str, float]:
-        """What the gradients of each group are clipped to: the layers, or ``""`` for all together.
+        """The norm that each group's gradients are clipped to: the layers, or ``""`` for all together.
 
         Raises
         ------
@@ -78,7 +81,7 @@ class Clip:
         return dict(zip(layers, self.max_grad_norm, strict=True))
 
     def factors(self, squares: torch.Tensor, limit: float) -> torch.Tensor:
-        """What each example's gradient is multiplied with, ``(batch,)``.
+        """The number that each example's gradient is multiplied with, ``(batch,)``.
 
         Parameters
         ----------
@@ -110,18 +113,21 @@ def clip_dense(gradients: Mapping[str, torch.Tensor], clip: Clip, groups: Mappin
     (sums, norms)
         By parameter, ``(*shape)``; and the norms before clipping, ``(batch,)``.
     """
-    squares: dict[str, torch.Tensor] = {}
-    groups = groups or {name: name for name in gradients}
+    layers = groups or {name: name for name in gradients}
+    group_of = {name: layers[name] if clip.local else "" for name in gradients}
+    squares: dict[str, torch.Tensor] = {}  # by group, (batch,)
     for name, gradient in gradients.items():
-        group = groups[name] if clip.local else ""
-        squares[group] = squares[group] + square(gradient) if group in squares else square(gradient)
-    limits = clip.limits(list(dict.fromkeys(groups.values())))
-    factors = {group: clip.factors(square, limits[group]) for group, square in squares.items()}
-    sums = {
-        name: torch.tensordot(factors[groups[name] if clip.local else ""].to(gradient.dtype), gradient, dims=1)
-        for name, gradient in gradients.items()
-    }
-    return sums, sum(squares.values()).sqrt()
+        group = group_of[name]
+        of_parameter = square(gradient)
+        squares[group] = squares[group] + of_parameter if group in squares else of_parameter
+    limits = clip.limits(list(dict.fromkeys(layers.values())))
+    factors = {group: clip.factors(total, limits[group]) for group, total in squares.items()}
+    sums = {}
+    for name, gradient in gradients.items():
+        factor = factors[group_of[name]].to(gradient.dtype)
+        sums[name] = torch.tensordot(factor, gradient, dims=1)
+    norms = sum(squares.values()).sqrt()
+    return sums, norms
 
 
 def check_finite(norms: torch.Tensor, first: int, batch: int) -> None:

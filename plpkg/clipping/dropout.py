@@ -32,7 +32,7 @@ DRAWS = (
     *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.bernoulli),
     *(torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
 )
-"""What layers draw from beside dropout: the depth of a network (drop path), noise."""
+"""Functions that layers draw from beside dropout: for the depth of a network (drop path), or noise."""
 
 
 class Kept(Without):
@@ -50,18 +50,22 @@ class Kept(Without):
         self._given = None if masks is None else iter(masks)
 
     def dropout(self, x: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-        return x * self._mask(torch.ones_like(x), p) if training and p else x
+        if not training or not p:
+            return x
+        return x * self._mask(torch.ones_like(x), p)
 
     def attention(self, q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **options) -> torch.Tensor:
         if not dropout_p:
             return super().attention(q, k, v, attn_mask, is_causal=is_causal, **options)
-        dropped = self._mask(q.new_ones(*q.shape[:-1], k.shape[-2]), dropout_p) != 0
+        scores = q.new_ones(*q.shape[:-1], k.shape[-2])  # (batch, heads, queries, keys)
+        kept = self._mask(scores, dropout_p) != 0
         attend = torch.ops.aten._scaled_dot_product_attention_math  # the one that takes a mask
-        return attend(q, k, v, attn_mask, dropout_p, is_causal, dropped, **options)[0]
+        output, _ = attend(q, k, v, attn_mask, dropout_p, is_causal, kept, **options)
+        return output
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None):
         if func in DRAWS:
-            return self._drawn(func, *args, **kwargs or {})
+            return self._drawn(func, *args, **(kwargs or {}))
         return super().__torch_function__(func, types, args, kwargs)
 
     def _mask(self, ones: torch.Tensor, p: float) -> torch.Tensor:
@@ -76,7 +80,7 @@ class Kept(Without):
 
 
 def each_example(drawn: torch.Tensor, batch: int) -> torch.Tensor:
-    """What was drawn for a batch, or for all examples together, by example: ``(batch, …)``."""
+    """Numbers drawn for a batch, or for all examples together, by example: ``(batch, …)``."""
     if drawn.ndim and len(drawn) % batch == 0:
         return drawn.unflatten(0, (batch, -1))
     return drawn.expand(batch, *drawn.shape)
@@ -86,7 +90,8 @@ class RandomState:
     """The states of Python's, NumPy's and PyTorch's generators."""
 
     def __init__(self) -> None:
-        self._python, self._numpy = random.getstate(), np.random.get_state()
+        self._python = random.getstate()
+        self._numpy = np.random.get_state()
         self._torch = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
@@ -100,13 +105,16 @@ class RandomState:
 
     def __eq__(self, other: object) -> bool:
         """Whether the same would be drawn next."""
-        mine, theirs = ((*each._numpy, each._torch, *each._cuda) for each in (self, other))
-        return self._python == other._python and all(map(np.array_equal, mine, theirs))
+        if self._python != other._python:
+            return False
+        mine = (*self._numpy, self._torch, *self._cuda)
+        theirs = (*other._numpy, other._torch, *other._cuda)
+        return all(map(np.array_equal, mine, theirs))
 
 
 @contextmanager
 def untouched() -> Iterator[None]:
-    """What is drawn inside is drawn again afterwards."""
+    """Random numbers that are drawn inside are drawn again afterwards."""
     state = RandomState()
     try:
         yield

@@ -1,14 +1,25 @@
-"""What is done with each parameter when its gradient is known: the executions, which differ in cost alone."""
+"""The executions: what is done with each parameter when its gradient is known. They differ in cost alone."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 
-from plpkg.clipping.factors import Outer
+from plpkg.clipping.factors import Norm, Outer
+
+
+class Keep(StrEnum):
+    """The part of a parameter's gradients that is kept until the clipping factors are known."""
+
+    FACTORS = "factors"
+    GRADIENT = "gradient"
+    """Each example's."""
+    NOTHING = "nothing"
+    """Then a second backward pass computes the sum."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """What is done with a parameter when its gradient is known.
+    """How a parameter's norm is computed, and what is kept of its gradient.
 
     Attributes
     ----------
@@ -17,10 +28,19 @@ class Choice:
     keep
         Until the clipping factors are known: its ``factors``, its per-sample ``gradient``, or ``nothing``: then a
         second backward pass computes the sum.
+
+    Raises
+    ------
+    ValueError
+        Another word.
     """
 
-    norm: str
-    keep: str
+    norm: Norm | str
+    keep: Keep | str
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "norm", Norm(self.norm))
+        object.__setattr__(self, "keep", Keep(self.keep))
 
     def __call__(self, uses: Sequence[Outer]) -> "Choice":
         """A choice is the rule that chooses itself for every parameter."""
@@ -50,20 +70,27 @@ def smaller(uses: Sequence[Outer]) -> Choice:
     Gram matrices beside it.
     """
     if not uses:
-        return Choice("instantiate", "gradient")
-    weights = uses[0].shape.numel()
-    rows = uses[0].num_rows * uses[0].cols.shape[1]  # a convolution's groups count as rows
-    sides = sum(use.positions for use in uses) * (rows + weights // rows)
-    if weights <= 2 * sides and not any(use.one_hot for use in uses):
-        return Choice("instantiate", "gradient")
-    return Choice("gram" if sides <= weights else "instantiate", "factors")
+        return Choice(Norm.INSTANTIATE, Keep.GRADIENT)
+    first = uses[0]
+    groups = first.cols.shape[1]
+    weights = first.shape.numel()
+    rows = first.num_rows * groups  # a convolution's groups count as rows
+    columns = weights // rows
+    positions = sum(use.positions for use in uses)
+    factors = positions * (rows + columns)  # numbers of an example, beside the gradient's `weights`
+    one_hot = any(use.one_hot for use in uses)
+    if weights <= 2 * factors and not one_hot:
+        return Choice(Norm.INSTANTIATE, Keep.GRADIENT)
+    if factors <= weights:
+        return Choice(Norm.GRAM, Keep.FACTORS)
+    return Choice(Norm.INSTANTIATE, Keep.FACTORS)
 
 
 EXECUTIONS: Mapping[str, Execution] = {
-    "per_sample": Execution(Choice("instantiate", "gradient")),
-    "fast": Execution(Choice("instantiate", "nothing"), two_passes=True),
-    "ghost": Execution(Choice("gram", "nothing"), two_passes=True),
+    "per_sample": Execution(Choice(Norm.INSTANTIATE, Keep.GRADIENT)),
+    "fast": Execution(Choice(Norm.INSTANTIATE, Keep.NOTHING), two_passes=True),
+    "ghost": Execution(Choice(Norm.GRAM, Keep.NOTHING), two_passes=True),
     "book_keeping": Execution(smaller),
 }
-LOOP = Execution(Choice("instantiate", "gradient"))
+LOOP = Execution(Choice(Norm.INSTANTIATE, Keep.GRADIENT))
 """One example at a time through autograd: nothing is watched, and nothing is chosen."""

@@ -22,10 +22,10 @@ from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, n
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, LOOP, Execution
-from plpkg.clipping.layers import LOOP_TAKES_IT
 from plpkg.clipping.mixing import Guard, standing_still
 from plpkg.clipping.recorder import Recorder
 from plpkg.clipping.replay import Look, Made, Projections, check, copies
+from plpkg.clipping.sites import LOOP_TAKES_IT
 from plpkg.validation import one_of
 
 Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -85,7 +85,8 @@ def clipped_gradients(
     count = batch_size(batch)
     owners = None if users is None else numbered(users, count)
     recorder = Recorder(model, alone=execution is LOOP)
-    case = tuple(recorder.parameters), _identity(loss_per_example)
+    # The same model, parameters and losses function are one training, in which the guard remembers the steps before.
+    case = (tuple(recorder.parameters), _identity(loss_per_example))
     guards = _GUARDS.setdefault(model, {})
     recorder.guard = guards.get(case, recorder.guard)
     watched = Watched(recorder, loss_per_example, execution)
@@ -151,35 +152,44 @@ class Watched:
             zeros = {name: zeros_for(p) for name, p in self.recorder.parameters.items()}
             nothing = next(iter(zeros.values())).new_zeros(0)
             return zeros, nothing, nothing
-        if check := getattr(self.losses, "check", None):  # of :class:`~plpkg.clipping.training.losses.OwnLosses`
-            check(self.recorder.model, batch)
-        way = self._loop if self.execution is LOOP else self._recorded
-        return way(batch, count, clip, owners, divisors, look)
+        check_losses_function = getattr(self.losses, "check", None)  # of plpkg.clipping.training.losses
+        if check_losses_function:
+            check_losses_function(self.recorder.model, batch)
+        if self.execution is LOOP:
+            return self._loop(batch, count, clip, owners, divisors)
+        return self._recorded(batch, count, clip, owners, divisors, look)
 
-    def _loop(self, batch, count, clip, owners, divisors, look):
+    def _loop(self, batch, count, clip, owners, divisors):
         """The definition: example by example, or user by user, through autograd."""
-        recorder, norms, all_losses = self.recorder, [], []
+        recorder = self.recorder
+        guard = recorder.guard
         totals = {name: zeros_for(p) for name, p in recorder.parameters.items()}
-        owners = torch.arange(count) if owners is None else owners
+        all_norms = []
+        all_losses = []
+        if owners is None:
+            owners = torch.arange(count)
         users = len(owners.unique())
-        for place in range(users):
-            theirs = (owners == place).nonzero().flatten()
-            recorder.guard.stand(recorder.model)
-            losses = self._losses(batch if users == 1 else examples(batch, theirs), len(theirs))
-            recorder.guard.still(recorder.model)
-            divided = losses if divisors is None else losses / divisors[theirs].to(losses)
-            dense = {n: g.to(totals[n].dtype)[None] for n, g in recorder.gradients(divided.sum()).items()}
+        for user in range(users):
+            theirs = (owners == user).nonzero().flatten()
+            part = batch if users == 1 else examples(batch, theirs)
+            guard.stand(recorder.model)
+            losses = self._losses(part, len(theirs))
+            guard.still(recorder.model)
+            total_loss = _divided(losses, None if divisors is None else divisors[theirs]).sum()
+            gradients = recorder.gradients(total_loss)
+            dense = {name: g.to(totals[name].dtype)[None] for name, g in gradients.items()}  # a batch of one
             sums, norm = clip_dense(dense, clip, recorder.layers)
-            check_finite(norm, place, users)
-            norms.append(norm)
+            check_finite(norm, user, users)
+            all_norms.append(norm)
             all_losses.append(losses.detach())
-            for name, part in sums.items():
-                totals[name] += part
-        return totals, torch.cat(norms), torch.cat(all_losses)
+            for name, clipped in sums.items():
+                totals[name] += clipped
+        return totals, torch.cat(all_norms), torch.cat(all_losses)
 
     def _recorded(self, batch, count, clip, owners, divisors, look):
         """All examples together, by a recorded backward pass."""
-        recorder, guard, before = self.recorder, self.recorder.guard, RandomState()
+        recorder = self.recorder
+        before = RandomState()
         with recorder.watch(count):
             losses = self._losses(batch, count)
             after = RandomState()
@@ -188,32 +198,38 @@ class Watched:
                     "the losses function must call the model, model(...): past that, as through model.forward or a "
                     f"layer of it, whether examples are mixed is not seen; {LOOP_TAKES_IT}"
                 )
-            if guard.is_new(losses):
-                guard.look_again()
+            if recorder.guard.is_new(losses):
+                recorder.guard.look_again()
             self._learn_what_is_shared(batch, count)
-            if not is_fake(losses) and guard.replays(count) and look is None:
+            if not is_fake(losses) and recorder.guard.replays(count) and look is None:
                 look = copies(batch, count, tuple(leaves(batch)[place] for place in self.shared))
             beside = Projections(look.kept, look.seed) if look else None
-            divided = losses if divisors is None else losses / divisors.to(losses)
+            divided = _divided(losses, divisors)
             sums, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners, beside=beside)
         if look:
+            first = Made(losses[look.kept].detach(), beside, after)
+            make = partial(self._made_again, count=count, divisors=divisors, look=look, before=before)
+            check(first, make, look, batch)
+        for name, p in recorder.parameters.items():
+            if sums[name] is None:
+                sums[name] = zeros_for(p)
+        return sums, norms, losses.detach()
 
-            def make(batch) -> Made:
-                before.restore()
-                projections = Projections(look.kept, look.seed)
-                with recorder.watch(count):
-                    losses = self._losses(batch, count)
-                    after = RandomState()
-                    recorder.projected(losses if divisors is None else losses / divisors.to(losses), projections)
-                return Made(losses[look.kept].detach(), projections, after)
-
-            check(Made(losses[look.kept].detach(), beside, after), make, look, batch)
-        full = {key: zeros_for(p) if sums[key] is None else sums[key] for key, p in recorder.parameters.items()}
-        return full, norms, losses.detach()
+    def _made_again(self, batch, *, count: int, divisors, look: Look, before: RandomState) -> Made:
+        """The step of another batch, with the same random numbers."""
+        before.restore()
+        projections = Projections(look.kept, look.seed)
+        with self.recorder.watch(count):
+            losses = self._losses(batch, count)
+            after = RandomState()
+            self.recorder.projected(_divided(losses, divisors), projections)
+        return Made(losses[look.kept].detach(), projections, after)
 
     def _learn_what_is_shared(self, batch, count: int) -> None:
         """Tensors of a batch that once were not as long as it are everybody's, a mask say."""
-        self.shared.update(i for i, leaf in enumerate(leaves(batch)) if not leaf.ndim or len(leaf) != count)
+        for place, tensor in enumerate(leaves(batch)):
+            if not tensor.ndim or len(tensor) != count:
+                self.shared.add(place)
 
     def _losses(self, batch, count: int) -> torch.Tensor:
         losses = self.losses(self.recorder.model, batch)
@@ -221,8 +237,12 @@ class Watched:
         return losses
 
 
+def _divided(losses: torch.Tensor, divisors: torch.Tensor | None) -> torch.Tensor:
+    return losses if divisors is None else losses / divisors.to(losses)
+
+
 def _identity(value: object, *, inside: bool = False) -> Hashable:
-    """What is the same as long as a function computes the same kind of thing.
+    """A mark that is the same as long as a function computes the same kind of thing.
 
     A function written in its call is another object each time, and so may be a loss or a number that it refers to: what
     counts is its code, and of what that refers to the kind. Of a tensor the shape counts.
@@ -234,4 +254,6 @@ def _identity(value: object, *, inside: bool = False) -> Hashable:
         return _identity(value.__func__), type(value.__self__)
     if isinstance(value, partial):
         return _identity(value.func), *map(type, value.args), *value.keywords
-    return (value.shape[1:], value.dtype) if isinstance(value, torch.Tensor) else type(value)
+    if isinstance(value, torch.Tensor):
+        return value.shape[1:], value.dtype
+    return type(value)

@@ -39,8 +39,10 @@ def layer(batch: int, seq: int, read: int, written: int, ax=None):
     drawing.note(ax, 2.4, 5.9, "backward", ha="left", size=8)
     for x, text in ((7.1, "builds, for norms"), (11.2, "keeps"), (14.45, "adds up by")):
         drawing.note(ax, x, 0.45, text, fontweight="bold")
-    gradients, grams = f"gradients $G_i$\n$B×p×d$, {mib['G']}", f"Gram matrices\n$2 B\\, T^2$, {mib['grams']}"
-    second, nothing = ("second\nbackward pass", "0.45"), ("nothing more", "0.6")
+    gradients = f"gradients $G_i$\n$B×p×d$, {mib['G']}"
+    grams = f"Gram matrices\n$2 B\\, T^2$, {mib['grams']}"
+    second = ("second\nbackward pass", "0.45")
+    nothing = ("nothing more", "0.6")
     rows = {
         "per_sample": ((gradients, green), ("all $G_i$\n" + mib["G"], green), (r"$\sum_i c_i G_i$", green)),
         "fast": ((gradients, green), nothing, second),
@@ -69,13 +71,12 @@ def costs(costs: Costs, chosen: str | None = None, ax=None):
     """Peak memory and operations of every execution, as multiples of SGD's; the chosen one is outlined."""
     ax = theme.axes(ax)
     rows = costs.rows()
-    fills = theme.fills(2)
-    for shift, (key, label) in enumerate((("of SGD's peak", "peak memory"), ("of SGD's", "operations"))):
+    edges = ["black" if row["execution"] == chosen else "white" for row in rows]
+    bars = (("of SGD's peak", "peak memory", -0.2), ("of SGD's", "operations", 0.2))
+    for (key, label, shift), fill in zip(bars, theme.fills(2), strict=True):
         heights = [row[key] for row in rows]
-        places = [place + 0.4 * shift - 0.2 for place in range(len(rows))]
-        edges = ["black" if row["execution"] == chosen else "white" for row in rows]
-        style = {**fills[shift], "edgecolor": edges}
-        ax.bar(places, heights, 0.38, label=label, linewidth=1.5, **style)
+        places = [place + shift for place in range(len(rows))]
+        ax.bar(places, heights, 0.38, label=label, linewidth=1.5, **{**fill, "edgecolor": edges})
         for place, height in zip(places, heights, strict=True):
             ax.text(place, height, f"{height:.3g}", ha="center", va="bottom", fontsize=8)
     if max(row["of SGD's peak"] for row in rows) > 12:
@@ -84,8 +85,12 @@ def costs(costs: Costs, chosen: str | None = None, ax=None):
     ax.set_xticks(range(len(rows)), [row["execution"].replace("_", "\n") for row in rows])
     ax.set(ylabel="times plain SGD", title=f"batch {costs.batch:,}, {costs.seq:,} tokens")
     ax.legend(loc="upper right")
-    peak, flops = "of SGD's peak", "of SGD's"
-    said = "; ".join(f"{row['execution']} {row[peak]:.2f} and {row[flops]:.2f}" for row in rows)
+    described = []
+    for row in rows:
+        peak = row["of SGD's peak"]
+        operations = row["of SGD's"]
+        described.append(f"{row['execution']} {peak:.2f} and {operations:.2f}")
+    said = "; ".join(described)
     return theme.describe(ax, f"Peak memory and operations as multiples of plain SGD's: {said}.")
 
 
@@ -105,19 +110,20 @@ def measured(rows, ax=None):
 
 
 def settings(rows, ax=None):
-    """What learning rate, batch and steps gain at one ε: bits per 1,000 bytes below the untuned model, best first.
+    """The gain of learning rate, batch and steps at one ε: bits per 1,000 bytes below the untuned model, best first.
 
     The first setting of ``rows`` is the one that the others change, and is marked.
     """
     ax = theme.axes(ax)
     untuned = rows.loc[rows["method"] == "none", "bits_per_byte"].item()
     rows = rows[rows["method"] != "none"]
-    first, rows = rows.index[0], rows.sort_values("bits_per_byte")
+    first = rows.index[0]
+    rows = rows.sort_values("bits_per_byte")
     gains = 1000 * (untuned - rows["bits_per_byte"])
-    labels = [
-        f"{'baseline: ' * (row.Index == first)}rate {row.lr:g}, batch {row.batch:.0f}, {row.steps:.0f} steps"
-        for row in rows.itertuples()
-    ]
+    labels = []
+    for row in rows.itertuples():
+        before = "baseline: " if row.Index == first else ""
+        labels.append(f"{before}rate {row.lr:g}, batch {row.batch:.0f}, {row.steps:.0f} steps")
     baseline, other = (fill["color"] for fill in theme.fills(2))
     ax.barh(range(len(rows)), gains, color=[baseline if k == first else other for k in rows.index])
     for place, gain in enumerate(gains):
@@ -196,7 +202,8 @@ def epsilon_curve(rows, ax=None):
     ax = theme.axes(ax)
     tuned = rows[(rows["method"] != "none") & (rows["case"] != "clipped")]
     before = rows[rows["method"] == "none"]["bits_per_byte"].mean()
-    levels, said = sorted(set(tuned["epsilon"].round(1))), []
+    levels = sorted(set(tuned["epsilon"].round(1)))
+    said = []
     styles = theme.styles(tuned["method"].nunique())
     for k, ((method, runs), style) in enumerate(zip(tuned.groupby("method"), styles, strict=True), start=1):
         curve = runs.groupby(runs["epsilon"].round(1))["bits_per_byte"].mean()
@@ -230,13 +237,14 @@ def exposure(rows, ax=None):
     ax = theme.axes(ax)
     means = by_epsilon(rows)["mean exposure, bits"]
     runs = rows.set_index(["method", "case", rows["epsilon"].round(1)])
-    labels = [
-        ("" if method == "none" else f"{method}, ") + (f"ε = {epsilon:.2g}" if case == "private" else case)
-        for method, case, epsilon in means.index
-    ]
+    labels = []
+    for method, case, epsilon in means.index:
+        what = f"ε = {epsilon:.2g}" if case == "private" else case
+        labels.append(what if method == "none" else f"{method}, {what}")
     ax.barh(range(len(means)), means, color=theme.fills(1)[0]["color"])
     for place, group in enumerate(means.index):
-        each, largest = (runs.loc[[group], which] for which in ("mean_exposure", "max_exposure"))
+        each = runs.loc[[group], "mean_exposure"]
+        largest = runs.loc[[group], "max_exposure"]
         places = [place + 0.3 * (k - (len(each) - 1) / 2) for k in range(len(each))]  # runs below each other
         ax.plot(each, places, "o", color="black", markersize=4)
         ax.plot(largest, places, "x", color="black", markersize=6)
@@ -258,7 +266,8 @@ def exposure(rows, ax=None):
 def caught(zoo, ax=None):
     """Every bug of a zoo with its lesson, which check catches it, and what this package does about it."""
     ax = theme.axes(ax, figsize=(8, 8))
-    green, grey = "C2", "0.45"
+    green = "C2"
+    grey = "0.45"
     marks = {
         "caught": dict(marker="s", markersize=11, color=green),
         "missed": dict(marker="o", markersize=10, markerfacecolor="none", markeredgecolor=grey, markeredgewidth=1.4),
@@ -274,15 +283,13 @@ def caught(zoo, ax=None):
         verdicts |= dict.fromkeys(finding.caught_by, caught)
         for column, verdict in enumerate(verdicts.values()):
             ax.plot(column, row, linestyle="none", **marks[verdict])
-        ours = finding.ours.partition(":")[0].replace(" ", "\n")
-        ax.text(len(CHECKS), row, ours, va="center", ha="center", fontsize=10, linespacing=0.95)
+        ours, _, _ = finding.ours.partition(":")
+        ax.text(len(CHECKS), row, ours.replace(" ", "\n"), va="center", ha="center", fontsize=10, linespacing=0.95)
         lesson = textwrap.fill(finding.case.lesson, 56)
         ax.text(-0.5, row - 0.12, finding.case.name, va="bottom", ha="right", fontsize=11, fontweight="bold")
         ax.text(-0.5, row - 0.07, lesson, va="top", ha="right", fontsize=10, color="0.25", linespacing=0.95)
-        said.append(
-            f"{finding.case.name} ({finding.case.lesson[:-1]}): {' and '.join(finding.caught_by) or 'nothing'}; "
-            f"{finding.ours.partition(':')[0]}"
-        )
+        checks = " and ".join(finding.caught_by) or "nothing"
+        said.append(f"{finding.case.name} ({finding.case.lesson[:-1]}): {checks}; {ours}")
     ax.text(1.5, -1.45, "on Opacus, ghost mode", va="bottom", ha="center", fontsize=10, fontweight="bold")
     for column, head in enumerate((*CHECKS, "plpkg does")):
         ax.text(column, -0.75, head.replace(" ", "\n"), va="bottom", ha="center", fontsize=10)

@@ -1,9 +1,9 @@
-"""One backward pass gives every example's gradient: layers are watched, clipped, and added up.
+"""One backward pass gives every example's gradient: each example's part is taken at the layers, clipped, and added up.
 
 A layer with parameters that learn is called with them frozen, so that autograd computes no weight gradient at all. Its
-output goes through a tap, whose reports a pass takes (:mod:`plpkg.clipping.passes`). :class:`Recorder` puts taps behind
-a model's layers for as long as a step takes, and runs the passes; a guard checks that examples stay apart
-(:mod:`plpkg.clipping.mixing`).
+output goes through a tap (:mod:`plpkg.clipping.taps`), whose reports a pass takes (:mod:`plpkg.clipping.passes`).
+:class:`Recorder` puts taps behind a model's layers for as long as a step takes, and runs the passes; a guard checks
+that examples stay apart (:mod:`plpkg.clipping.mixing`).
 
 Each node of the graph reports once, however often its forward was run, which makes reused layers, tied weights and
 both kinds of gradient checkpointing come out right. A parameter that is used past its layer, as in
@@ -17,8 +17,9 @@ a layer's own, so that their part of the gradient is missed.
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -33,13 +34,28 @@ from plpkg.clipping.batches import behind, float_tensors
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
-from plpkg.clipping.layers import LOOP_TAKES_IT, SCRIPTED, Call, Site, check_layers, sites
-from plpkg.clipping.mixing import Guard, Probe, RowPass, modules_of
-from plpkg.clipping.passes import NormPass, SumPass, tap
+from plpkg.clipping.layers import Call
+from plpkg.clipping.leaves import has_hooks, refuse_use_past_the_modules, stand_ins, without_gradients_of
+from plpkg.clipping.mixing import Guard, modules_of
+from plpkg.clipping.passes import NormPass, SumPass
+from plpkg.clipping.probe import Probe
 from plpkg.clipping.replay import Projections
-from plpkg.memory import GradientLabel
+from plpkg.clipping.sites import LOOP_TAKES_IT, SCRIPTED, Site, check_layers, sites
+from plpkg.clipping.taps import Forward, Pass, tap
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+OPENED = (torch.Tensor, bool, int, float, str, type(None), Cache)
+"""Types that a layer may return, in tuples, lists, mappings and what transformers registers as such."""
+
+
+@dataclass(eq=False)
+class _Entered:
+    """A layer between its two hooks: its parameters are frozen, and ``kept`` notes what it drops."""
+
+    module: nn.Module
+    frozen: list[nn.Parameter]
+    kept: Kept | None
 
 
 class Recorder:
@@ -50,7 +66,7 @@ class Recorder:
     model
         A model; what has ``requires_grad`` learns.
     guard
-        What former recorders of the model have seen, in the same training.
+        That of former recorders of the model, in the same training.
     alone
         Each forward pass is of one example: layers need not be watched, its gradient is autograd's.
 
@@ -76,27 +92,21 @@ class Recorder:
 
     def __init__(self, model: nn.Module, guard: Guard | None = None, *, alone: bool = False) -> None:
         self._learning = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        self.parameters = self._learning
-        if not self.parameters:
-            raise ValueError("no parameter of the model has requires_grad=True")
-        if lazy := [name for name, p in self.parameters.items() if is_lazy(p)]:
-            raise ValueError(f"{lazy[0]} has no shape yet: run the model once before, with an example that is public")
-        for name, p in self.parameters.items():
-            if p.is_complex():  # noise of one real number is not for two
-                raise ValueError(f"{name} is complex: let its real and imaginary parts learn (torch.view_as_real)")
-            if p.is_meta and not is_fake(p):
-                raise ValueError(f"{name} is on the device meta, without numbers: build the model in a FakeTensorMode")
+        _check_parameters(self._learning)
         if isinstance(model, torch.jit.ScriptModule):
             raise ValueError(f"the model is {SCRIPTED}")
-        self.guard, self.alone = guard or Guard(), alone
         check_layers(model, alone=alone)
         self.model = model
+        self.guard = guard or Guard()
+        self.alone = alone
+        self.parameters = self._learning
         self.batch = 0
-        self.recording = self.called = False
-        self._uses: Counter[str] = Counter()
-        self._pass: RowPass | NormPass | SumPass | Projections | None = None
+        self.recording = False
+        self.called = False
+        self._uses: Counter[str] = Counter()  # how often each parameter's layers were called
+        self._pass: Pass | None = None  # to which the taps report now
         self._probe: Probe | None = None  # which looks at the model now
-        self._inside: list[tuple[nn.Module, list[tuple[nn.Parameter, bool]], Kept | None]] = []
+        self._inside: list[_Entered] = []
         self._thread = 0
         self._structure: list[tuple] = []
         self._find_sites()
@@ -107,19 +117,18 @@ class Recorder:
             (id(module), type(module), vars(module).get("forward"), *module._parameters)
             for module in modules_of(self.model)
         ]
-        if structure != self._structure:
-            self._structure = structure
-            self._sites = sites(self.model, {id(p): name for name, p in self._learning.items()})
-            self.layers: dict[str, str] = {}
-            for site in self._sites:
-                for key in site.keys.values():
-                    self.layers.setdefault(key, site.name)
+        if structure == self._structure:
+            return
+        self._structure = structure
+        self._sites = sites(self.model, {id(p): name for name, p in self._learning.items()})
+        self.layers: dict[str, str] = {}
+        for site in self._sites:
+            for key in site.keys.values():
+                self.layers.setdefault(key, site.name)
 
     @contextmanager
     def attached(self) -> Iterator[None]:
         """Inside, the layers are watched, and gradients go to leaves that have the parameters' numbers.
-
-        So no gradient that is not clipped reaches a parameter, nor what waits for its gradient.
 
         Raises
         ------
@@ -138,44 +147,38 @@ class Recorder:
         with ExitStack() as stack:
             _WATCHED.add(self.model)
             stack.callback(_WATCHED.discard, self.model)
-            self._thread, self._pass, self._probe = threading.get_ident(), None, None
+            self._thread = threading.get_ident()
+            self._pass = None
+            self._probe = None
             self._find_sites()
             for name, p in self._learning.items():
-                stack.callback(p.register_hook(partial(_refuse_past_the_modules, name)).remove)
-            stack.enter_context(self._stand_ins())
+                hook = p.register_hook(partial(refuse_use_past_the_modules, name))
+                stack.callback(hook.remove)
+            stack.enter_context(self._with_stand_ins())
             stack.callback(self.forget)
-            for site in () if self.alone else self._sites:
-                # First, so that what other hooks do with the output comes after the tap, and is differentiated.
-                after = dict(with_kwargs=True, always_call=True, prepend=True)
-                stack.callback(site.module.register_forward_pre_hook(self._before(site), prepend=True).remove)
-                stack.callback(site.module.register_forward_hook(self._after(site), **after).remove)
-            # Before the model's own, if it is a layer itself: what a probe draws is not the layer's.
-            first = dict(with_kwargs=True, prepend=True)
-            stack.callback(self.model.register_forward_pre_hook(self._begin, **first).remove)
-            stack.callback(self.model.register_forward_hook(self._end).remove)
+            for hook in self._hook_layers():
+                stack.callback(hook.remove)
             yield
 
+    def _hook_layers(self) -> Iterator[torch.utils.hooks.RemovableHandle]:
+        """Hook the layers that learn, and the model."""
+        # Before the layers' other hooks: what these do with the output comes after the tap, and is differentiated.
+        watched = [] if self.alone else self._sites
+        for site in watched:
+            module = site.module
+            yield module.register_forward_pre_hook(self._before(site), prepend=True)
+            yield module.register_forward_hook(self._after(site), with_kwargs=True, always_call=True, prepend=True)
+        # Before the model's own, if it is a layer itself: what a probe draws is not the layer's.
+        yield self.model.register_forward_pre_hook(self._begin, with_kwargs=True, prepend=True)
+        yield self.model.register_forward_hook(self._end)
+
     @contextmanager
-    def _stand_ins(self) -> Iterator[None]:
-        """Inside, the modules have leaves in the places of the parameters that learn, with the same memory."""
-        leaves = {id(p): nn.Parameter(p.detach()) for p in self._learning.values()}
-        for p in self._learning.values():
-            leaves[id(p)].__dict__.update(p.__dict__)
-        places = [
-            (module, name, p)
-            for module in modules_of(self.model)
-            for name, p in module._parameters.items()
-            if p is not None and id(p) in leaves
-        ]
+    def _with_stand_ins(self) -> Iterator[None]:
         try:
-            for module, name, p in places:
-                _put(module, name, leaves[id(p)])
-            self.parameters = {name: leaves[id(p)] for name, p in self._learning.items()}
-            yield
+            with stand_ins(self.model, self._learning) as self.parameters:
+                yield
         finally:
             self.parameters = self._learning
-            for module, name, p in places:
-                _put(module, name, p)
 
     @property
     def busy(self) -> bool:
@@ -192,12 +195,23 @@ class Recorder:
     def watch(self, batch: int) -> Iterator[None]:
         """Record the layers that are called inside, for so many examples."""
         self.forget()
-        self.recording, self.called, self.batch = True, False, batch
+        self.recording = True
+        self.called = False
+        self.batch = batch
         try:
             yield
         finally:
             self.recording = False
             self.forget()
+
+    @contextmanager
+    def _not_recording(self) -> Iterator[None]:
+        """Inside, layers may be called, as a rule does, and the calls are not part of the step."""
+        self.recording = False
+        try:
+            yield
+        finally:
+            self.recording = True
 
     def clipped_sums(
         self,
@@ -214,12 +228,14 @@ class Recorder:
         ----------
         losses
             ``(batch,)``, computed while ``recording``.
-        clip, execution
-            The clip function, and how its sum is computed.
+        clip
+            The clip function.
+        execution
+            How the sum is computed.
         owners
             ``(batch,)``: the number of the user to whom each example belongs, if users are clipped and not examples.
         beside
-            Is told each part of a gradient.
+            Receives each part of a gradient.
 
         Returns
         -------
@@ -241,12 +257,14 @@ class Recorder:
             with self.passing(norm_pass):
                 losses.sum().backward(retain_graph=two_passes)
                 self._refuse_stray()
-            norms, sums = norm_pass.finish(losses), norm_pass.sums
+            norms = norm_pass.finish(losses)
+            sums = norm_pass.sums
             if two_passes:
                 # The same gradients again, scaled layer by layer: reweighted losses would round differently from
                 # what the norms were taken of, in half precision by more than an example may move the sum.
                 scale = clip.factors(norms.square(), clip.sensitivity)
-                scale = scale if owners is None else scale[owners.to(scale.device)]
+                if owners is not None:
+                    scale = scale[owners.to(scale.device)]  # (batch,): each example has its user's
                 with self.passing(SumPass(scale, sums)):
                     losses.sum().backward()
             return {key: sums.get(key) for key in self.parameters}, norms
@@ -258,13 +276,14 @@ class Recorder:
 
     def gradients(self, loss: torch.Tensor) -> dict[str, torch.Tensor]:
         """Autograd's gradient of one loss, by parameter; zeros where none came."""
-        with self.leaves_of(loss), self._cleared():
+        with self.leaves_of(loss), without_gradients_of(self.parameters.values()):
             loss.backward()
             return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in self.parameters.items()}
 
     def _refuse_stray(self) -> None:
         """After a backward pass: nothing has come past the layers."""
-        if stray := [name for name, p in self.parameters.items() if p.grad is not None]:
+        stray = [name for name, p in self.parameters.items() if p.grad is not None]
+        if stray:
             raise NotImplementedError(
                 f"{', '.join(stray)}: used outside of the layer that owns it (through torch.nn.functional, say), where "
                 "its examples' gradients cannot be told apart; call the layer, or use execution='loop'"
@@ -272,19 +291,30 @@ class Recorder:
 
     @contextmanager
     def leaves_of(self, losses: torch.Tensor) -> Iterator[None]:
-        """What else the losses' graph ends in keeps the gradient that it had.
+        """Inside, the other leaves of the losses' graph may get gradients; afterwards they have those that they had.
 
         Raises
         ------
         ValueError
-            It is a parameter, whose gradient nobody clips.
+            One is a parameter, whose gradient nobody clips, or has a hook.
         """
-        ours, others = {id(p) for p in self.parameters.values()}, []
+        before = [(leaf, leaf.grad) for leaf in self._other_leaves(losses)]
+        try:
+            yield
+        finally:
+            for leaf, gradient in before:
+                leaf.grad = gradient
+
+    def _other_leaves(self, losses: torch.Tensor) -> list[torch.Tensor]:
+        """The leaves of the losses' graph that are not the parameters'."""
+        ours = {id(p) for p in self.parameters.values()}
+        others = []
         for node in behind(losses.grad_fn):
-            if (leaf := getattr(node, "variable", None)) is None or (id(leaf) in ours and not has_hooks(leaf)):
+            leaf = getattr(node, "variable", None)
+            if leaf is None:
                 continue
-            others.append((leaf, leaf.grad))
-            if isinstance(leaf, nn.Parameter) and id(leaf) not in ours:
+            is_ours = id(leaf) in ours
+            if not is_ours and isinstance(leaf, nn.Parameter):
                 raise ValueError(
                     f"the losses depend on a parameter of shape {tuple(leaf.shape)} that is not in the model's "
                     "modules, whose gradient nobody clips: give it to the model, or freeze it"
@@ -294,38 +324,25 @@ class Recorder:
                     f"the losses depend on a tensor of shape {tuple(leaf.shape)} with a gradient hook, which would see "
                     "what is not clipped: remove it"
                 )
-        try:
-            yield
-        finally:
-            for leaf, gradient in others:
-                leaf.grad = gradient
+            if not is_ours:
+                others.append(leaf)
+        return others
 
     @contextmanager
-    def _cleared(self) -> Iterator[None]:
-        """What came to the leaves before is gone, and what comes inside is gone afterwards."""
-
-        def clear() -> None:
-            for p in self.parameters.values():
-                p.grad = None
-
-        clear()
-        try:
-            yield
-        finally:
-            clear()
-
-    @contextmanager
-    def passing(self, backward_pass: RowPass | NormPass | SumPass | Projections) -> Iterator[None]:
-        """What the layers report goes to this pass."""
+    def passing(self, backward_pass: Pass) -> Iterator[None]:
+        """Inside, the layers report to this pass."""
         self._pass = backward_pass
         try:
-            with self._cleared():
+            with without_gradients_of(self.parameters.values()):
                 yield
         finally:
             self._pass = None
 
     def _wanted(self, site: Site) -> tuple[str, ...]:
-        return self._pass.wanted(site) if self._pass else tuple(site.keys)
+        """The parameters that a site is to report; without a pass it does report, and is refused."""
+        if self._pass is None:
+            return tuple(site.keys)
+        return self._pass.wanted(site)
 
     def _report(self, site: Site, call: Call, precision: torch.autocast) -> None:
         """A node of the graph reports."""
@@ -334,11 +351,8 @@ class Recorder:
                 f"{site} saw a backward pass that clips nothing: the losses function gives losses, and calls no "
                 "backward(); where a loss has a gradient in it, as a gradient penalty does, take execution='loop'"
             )
-        self.recording = False  # a rule may run the layer
-        try:
+        with self._not_recording():
             self._pass.report(site, call, precision)
-        finally:
-            self.recording = True
 
     def _begin(self, module, args, kwargs) -> None:
         """The model is called: look for changes and, for new shapes, find which example owns each row."""
@@ -368,47 +382,47 @@ class Recorder:
         mine = self._pass is not None or threading.get_ident() == self._thread  # a backward pass has threads of its own
         return self.recording and module is site.module and mine
 
-    def _before(self, site: Site):
+    def _before(self, site: Site) -> Callable:
+        """The hook before a layer's call, which freezes its parameters."""
         parameters = [self.parameters[key] for key in site.keys.values()]
-        places = [(site.module.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]) for name in site.keys]
+        places = []
+        for path in site.keys:
+            owner, _, name = path.rpartition(".")
+            places.append((site.module.get_submodule(owner), name))
 
         def is_called_with_them() -> bool:
             """Not where ``functional_call`` has put other tensors there, or the losses function has frozen it."""
-            own = all(owner._parameters.get(n) is p for (owner, n), p in zip(places, parameters, strict=True))
+            for (owner, name), p in zip(places, parameters, strict=True):
+                if owner._parameters.get(name) is not p:
+                    return False
             learning = [p.requires_grad for p in parameters]
-            if own and any(learning) and not all(learning):
+            if any(learning) and not all(learning):
                 raise NotImplementedError(f"{site}: a part of it is frozen within the step; {LOOP_TAKES_IT}")
-            return own and all(learning)
+            return all(learning)
 
         def hook(module, args):
             if self._watches(site, module) and is_called_with_them():
                 kept = Kept() if site.is_compared and not self._probe else None
-                self._inside.append((module, [(p, p.requires_grad) for p in parameters], kept))
-                for p in parameters:
-                    p.requires_grad_(False)
-                if kept:
-                    kept.__enter__()
+                self._enter(module, parameters, kept)
 
         return hook
 
-    def _after(self, site: Site):
+    def _after(self, site: Site) -> Callable:
+        """The hook after a layer's call, which puts a tap behind it."""
         label = str(site)
 
         def hook(module, args, kwargs, output):
-            entered = bool(self._inside) and self._inside[-1][0] is module  # not where the hooks before it raised
+            entered = bool(self._inside) and self._inside[-1].module is module  # not where the hooks before it raised
             if not entered or not self._watches(site, module):
                 return None
             masks = self._leave()
             if output is None:  # an exception passes: checkpointing stops a recomputation with one
                 return None
-            given = float_tensors(output)
-            if odd := [leaf for leaf in tree_leaves(output) if not isinstance(leaf, OPENED) or is_complex(leaf)]:
-                raise NotImplementedError(
-                    f"{label} gave a {type(odd[0]).__name__}, within which no gradient can be followed; {LOOP_TAKES_IT}"
-                )
+            _refuse_unopened(label, output)
             read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if self._probe:
                 return self._probe.see(label, read, output)
+            given = float_tensors(output)
             if not given:
                 raise NotImplementedError(
                     f"{label} gave a {type(output).__name__} without tensors that can be followed"
@@ -417,43 +431,47 @@ class Recorder:
             if self._pass is None:  # else the layer is run again for a checkpoint
                 self._uses.update(site.keys.values())
                 self.guard.see(label, given)
-            return tap(site, self.batch, rows, args, kwargs, output, masks, self._wanted, self._report)
+            forward = Forward(site, args, kwargs, output, masks, self.batch, rows)
+            return tap(forward, self._wanted, self._report)
 
         return hook
 
+    def _enter(self, module: nn.Module, parameters: list[nn.Parameter], kept: Kept | None) -> None:
+        """A layer is called."""
+        self._inside.append(_Entered(module, parameters, kept))
+        for p in parameters:
+            p.requires_grad_(False)
+        if kept:
+            kept.__enter__()
+
     def _leave(self) -> list[torch.Tensor]:
         """A layer has been called; gives what it dropped."""
-        _, frozen, kept = self._inside.pop()
-        if kept:
-            kept.__exit__(None, None, None)
-        for p, learns in frozen:
-            p.requires_grad_(learns)
-        return kept.masks if kept else []
+        layer = self._inside.pop()
+        if layer.kept:
+            layer.kept.__exit__(None, None, None)
+        for p in layer.frozen:
+            p.requires_grad_(True)
+        return layer.kept.masks if layer.kept else []
 
 
-def has_hooks(parameter: torch.nn.Parameter) -> bool:
-    """Whether something waits for a parameter's gradient, an optimizer in the backward pass, say, and may read it."""
-    accumulated = (parameter._post_accumulate_grad_hooks or {}).values()
-    return bool(parameter._backward_hooks) or not all(isinstance(hook, GradientLabel) for hook in accumulated)
+def _check_parameters(learning: dict[str, nn.Parameter]) -> None:
+    if not learning:
+        raise ValueError("no parameter of the model has requires_grad=True")
+    for name, p in learning.items():
+        if is_lazy(p):
+            raise ValueError(f"{name} has no shape yet: run the model once before, with an example that is public")
+    for name, p in learning.items():
+        if p.is_complex():  # noise of one real number is not for two
+            raise ValueError(f"{name} is complex: let its real and imaginary parts learn (torch.view_as_real)")
+        if p.is_meta and not is_fake(p):
+            raise ValueError(f"{name} is on the device meta, without numbers: build the model in a FakeTensorMode")
 
 
-OPENED = (torch.Tensor, bool, int, float, str, type(None), Cache)
-"""What a layer may return, in tuples, lists, mappings and what transformers registers as such."""
-
-
-def is_complex(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_complex()
-
-
-def _put(module: nn.Module, name: str, p: nn.Parameter) -> None:
-    if isinstance(module, nn.RNNBase):  # which keeps its parameters in a list as well
-        setattr(module, name, p)
-    else:
-        module._parameters[name] = p
-
-
-def _refuse_past_the_modules(name: str, gradient: torch.Tensor) -> None:
-    raise RuntimeError(
-        f"{name} is used past the model's modules, which have another leaf in its place in a private step: read it "
-        "from its module"
-    )
+def _refuse_unopened(label: str, output: object) -> None:
+    """NotImplementedError where a layer gave something whose gradient is not seen."""
+    for leaf in tree_leaves(output):
+        is_complex = isinstance(leaf, torch.Tensor) and leaf.is_complex()
+        if not isinstance(leaf, OPENED) or is_complex:
+            raise NotImplementedError(
+                f"{label} gave a {type(leaf).__name__}, within which no gradient can be followed; {LOOP_TAKES_IT}"
+            )

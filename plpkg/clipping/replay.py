@@ -20,12 +20,17 @@ import torch
 from plpkg.clipping.batches import examples
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.layers import Call, Site
+from plpkg.clipping.layers import Call
+from plpkg.clipping.sites import Site
 
-FIRST, SELDOM = 3, 100
-"""The steps that are made again: the first ones, then one in so many."""
-TOLERANCE, HALF_TOLERANCE = 1e-3, 0.05
+FIRST = 3
+"""So many steps are made again in the beginning,"""
+SELDOM = 100
+"""and then one in so many."""
+TOLERANCE = 1e-3
 """How far a norm may be from what it was: float32 rounds by 1e-6 where a router gives a kernel another shape."""
+HALF_TOLERANCE = 0.05
+"""The same in half precision."""
 CONFIRMED = 3
 """So often it has to fit when it is repeated, and not with others: once, random numbers of its own may do by chance."""
 PROJECTIONS = 4
@@ -49,53 +54,67 @@ class Look:
 def copies(batch: object, count: int, shared: tuple[torch.Tensor, ...] = ()) -> Look:
     """One example of a batch among copies of another one; ``shared`` tensors are of all examples."""
     kept, other = _RANDOM.sample(range(count), 2)
-    among = torch.full((count,), kept if count == 2 else other)
-    among[kept] = kept
-    return Look(kept, examples(batch, among, count, shared))
+    copied = kept if count == 2 else other  # of two examples the other one would be no change
+    places = torch.full((count,), copied)
+    places[kept] = kept
+    return Look(kept, examples(batch, places, count, shared))
 
 
 class Projections:
     """Random projections of one example's gradient, by parameter: linear, so that the uses of a parameter add up.
 
-    A pass of the recorder's, or told of each part by another one.
+    A pass of the recorder's; or another one hands on each part (:meth:`add`).
     """
 
     def __init__(self, example: int, seed: int) -> None:
-        self._example, self._seed = example, seed
+        self._example = example
+        self._seed = seed
         self.found: dict[str, torch.Tensor] = {}
         self.rounds = False  # to half precision
 
     def wanted(self, site: Site) -> tuple[str, ...]:
+        """All that learn."""
         return tuple(site.keys)
 
     def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
+        """Project the example's part."""
         self.rounds |= precision._enabled or any(gradient.dtype.itemsize < 4 for gradient in call.gradients)
         for key, part in site.contributions(call, precision):
             self.add(key, part)
 
     def add(self, key: str, part: Outer | torch.Tensor) -> None:
         """Add what one use gives to the gradients of a parameter: factors, or ``(batch, *shape)``."""
-        part = part.examples([self._example]) if isinstance(part, Outer) else part[self._example]
-        sides = part.shape[:1].numel(), part.shape[1:].numel()
-        generator = torch.Generator().manual_seed(self._seed)  # the same signs in each use, and when it is made again
-        left, right = (torch.randint(2, (PROJECTIONS, side), generator=generator) * 2.0 - 1 for side in sides)
-        if isinstance(part, Outer):
-            values = part.projected(left, right)
+        mine = part.examples([self._example]) if isinstance(part, Outer) else part[self._example]
+        height = mine.shape[:1].numel()
+        width = mine.shape[1:].numel()
+        # The same signs in each use, and when the step is made again.
+        generator = torch.Generator().manual_seed(self._seed)
+        left = _signs(height, generator)
+        right = _signs(width, generator)
+        if isinstance(mine, Outer):
+            values = mine.projected(left, right)
         else:
-            values = (left.to(part) @ part.reshape(sides) * right.to(part)).sum(1)
+            matrix = mine.reshape(height, width)
+            values = (left.to(mine) @ matrix * right.to(mine)).sum(1)
         self.found[key] = self.found.get(key, 0) + values.double().cpu()
 
     def misfit(self, other: "Projections", tolerance: float) -> bool:
         """Whether another gradient is not this one but for rounding."""
         zeros = torch.zeros(PROJECTIONS, dtype=torch.float64)  # of an expert that only one of the two batches asked
         keys = sorted(self.found.keys() | other.found.keys())
-        mine, theirs = (torch.cat([each.found.get(key, zeros) for key in keys]) for each in (self, other))
+        mine = torch.cat([self.found.get(key, zeros) for key in keys])
+        theirs = torch.cat([other.found.get(key, zeros) for key in keys])
         return bool((mine - theirs).norm() > tolerance * mine.norm())
+
+
+def _signs(side: int, generator: torch.Generator) -> torch.Tensor:
+    """Random ±1, ``(PROJECTIONS, side)``."""
+    return torch.randint(2, (PROJECTIONS, side), generator=generator) * 2.0 - 1
 
 
 @dataclass(frozen=True)
 class Made:
-    """What a step made of the kept example.
+    """The kept example's part of a step.
 
     Attributes
     ----------
@@ -112,13 +131,14 @@ class Made:
     random: RandomState
 
     def misfit(self, again: "Made") -> str:
-        """What is not as it was when it was made ``again``, or ``""``."""
+        """A sentence about what is not as it was when the step is made ``again``; ``""`` if all is."""
         if self.random != again.random:
             return (
                 "how many random numbers the model draws depends on what its examples say, so that whether it mixes "
                 "them cannot be seen: draw as many for each example"
             )
-        tolerance = HALF_TOLERANCE if again.gradient.rounds or self.loss.dtype.itemsize < 4 else TOLERANCE
+        in_half = again.gradient.rounds or self.loss.dtype.itemsize < 4
+        tolerance = HALF_TOLERANCE if in_half else TOLERANCE
         if (again.loss - self.loss).abs() > tolerance * self.loss.abs():
             return (
                 "examples are mixed: beside other examples the same one has another loss (a mean or weights of the "
@@ -138,7 +158,7 @@ def check(first: Made, make: Callable[[object], Made], look: Look, batch: object
     Parameters
     ----------
     first
-        What it made.
+        The kept example's part of it.
     make
         Makes the step of another batch, with the same random numbers.
     look, batch
@@ -149,11 +169,13 @@ def check(first: Made, make: Callable[[object], Made], look: Look, batch: object
     ValueError
         The kept example's part is another one, or nobody can tell.
     """
-    state, said = RandomState(), []
+    state = RandomState()
+    said = []
 
     def misfit(batch: object) -> bool:
-        said.append(first.misfit(make(batch)))
-        return bool(said[-1])
+        sentence = first.misfit(make(batch))
+        said.append(sentence)
+        return bool(sentence)
 
     try:
         mixed = confirmed(misfit, look.among, batch)

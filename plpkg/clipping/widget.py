@@ -25,10 +25,13 @@ def compute(batch: int, seq: int, widths: tuple[int, ...], execution: str) -> tu
 def read_out(result: tuple[Costs, str]) -> str:
     """Say the result in words."""
     costs, execution = result
-    cost, sgd = costs.by_execution[execution], costs.by_execution["sgd"]
-    least = min((name for name in costs.by_execution if name != "sgd"), key=lambda name: costs.by_execution[name].flops)
+    cost = costs.by_execution[execution]
+    sgd = costs.by_execution["sgd"]
+    clipping = [name for name in costs.by_execution if name != "sgd"]
+    least = min(clipping, key=lambda name: costs.by_execution[name].flops)
+    widths = " → ".join(map(str, costs.widths))
     return (
-        f"{execution}, {costs.batch:,} examples of {costs.seq:,} tokens, {' → '.join(map(str, costs.widths))}: peak "
+        f"{execution}, {costs.batch:,} examples of {costs.seq:,} tokens, {widths}: peak "
         f"{cost.peak_bytes / MIB:,.0f} MiB ({cost.peak_bytes / sgd.peak_bytes:.2f} × SGD's), {cost.flops / 1e9:,.4g} "
         f"GFLOP ({cost.flops / sgd.flops:.2f} ×). Of those that clip, {least} needs the fewest operations."
     )

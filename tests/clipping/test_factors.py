@@ -131,3 +131,8 @@ def test_no_samples():
         for rule in ("gram", "instantiate"):
             assert factors.norms_squared([use], rule).shape == (0,)
         assert torch.equal(use.weighted_sum(torch.zeros(0)), torch.zeros(use.shape, dtype=torch.float64))
+
+
+def test_a_misspelt_rule_is_refused():
+    with pytest.raises(ValueError, match="is not a valid Norm"):
+        factors.norms_squared([outer()], "grams")

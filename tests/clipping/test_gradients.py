@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from plpkg.backbones import FAMILIES, random_backbone
 from plpkg.clipping import clipped_gradients
 from plpkg.clipping.batches import batch_size, examples
-from plpkg.clipping.execution import EXECUTIONS
+from plpkg.clipping.execution import EXECUTIONS, Choice
 from plpkg.residual import PrivateLoraConfig
 
 from rounding import assert_as_exact, relative
@@ -276,3 +276,9 @@ def test_random_architectures(kinds, order, half, batch, seq, tied, clipping, se
         return functional.cross_entropy(model(ids, order).mT, ids.roll(1, 1), reduction="none").mean(1)
 
     assert_as_loop(model, loss, ids, *EXECUTIONS, max_grad_norm=0.3, clipping=clipping)
+
+
+@pytest.mark.parametrize("misspelt", [("grams", "factors"), ("gram", "factor")])
+def test_a_misspelt_choice_is_refused(misspelt):
+    with pytest.raises(ValueError, match="is not a valid"):
+        Choice(*misspelt)

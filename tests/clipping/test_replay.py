@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plpkg.clipping import clipped_gradients, gradients, make_private, mixing
+from plpkg.clipping import clipped_gradients, gradients, make_private, mixing, probe
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.factors import Outer
 from plpkg.clipping.replay import PROJECTIONS, Made, Projections
@@ -141,7 +141,7 @@ def always(monkeypatch):
 @pytest.mark.parametrize("execution", ["book_keeping", "per_sample", "fast", "ghost"])
 @pytest.mark.parametrize("between", FORWARD.values(), ids=FORWARD)
 def test_mixing_on_the_way_forward(between, execution, always, monkeypatch):
-    monkeypatch.setattr(mixing, "_mixed", lambda one, two: False)  # the probe may see it as well
+    monkeypatch.setattr(probe, "_mixed", lambda one, two: False)  # the probe may see it as well
     with pytest.raises(ValueError, match="beside other examples the same one has another loss"):
         train(Net(Apply(between)), execution=execution)
 

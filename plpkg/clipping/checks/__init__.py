@@ -1,1 +1,1 @@
-"""What a private training can be held against: sensitivity, audits, and a zoo of bugs."""
+"""Checks of a private training: sensitivity, audits, and a zoo of bugs."""

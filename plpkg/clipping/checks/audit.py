@@ -50,7 +50,7 @@ class Attempt:
 
 @dataclass(frozen=True)
 class Audit(Tabular):
-    """What was guessed, and what it says.
+    """The guesses about canaries, and the lower bound that they give.
 
     Attributes
     ----------
@@ -145,7 +145,7 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
     included
         ``(canaries,)`` of bool: whether it did, drawn with probability 1/2.
     delta, confidence
-        What :func:`epsilon_lower_bound` takes.
+        As for :func:`epsilon_lower_bound`.
 
     Raises
     ------
@@ -161,7 +161,9 @@ def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> A
     corrected = 1 - (1 - confidence) / len(numbers)
     attempts = []
     for guesses in numbers:
-        high, low = ranked[: guesses - guesses // 2], ranked[count - guesses // 2 :]
+        lower_half = guesses // 2
+        high = ranked[: guesses - lower_half]
+        low = ranked[count - lower_half :]
         correct = int(high.sum() + (~low).sum())
         attempts.append(Attempt(guesses, correct, epsilon_lower_bound(correct, guesses, count, delta, corrected)))
     return Audit(tuple(attempts), count, delta, confidence)
@@ -207,9 +209,10 @@ class GaussianAudit(Tabular):
         ]
 
     def __repr__(self) -> str:
+        apart = self.gap / self.deviation if self.deviation else math.inf
         return (
             f"GaussianAudit(ε ≥ {self.epsilon:.4g} at δ={self.delta:g} with confidence {self.confidence:.7g}: "
-            f"means {self.gap / self.deviation if self.deviation else math.inf:.3g} standard deviations apart, at "
+            f"means {apart:.3g} standard deviations apart, at "
             f"least {self.mu:.3g}, {self.canaries} canaries)"
         )
 
@@ -228,7 +231,7 @@ def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> 
     Parameters
     ----------
     scores, included, delta, confidence
-        What :func:`one_run_audit` takes.
+        As for :func:`one_run_audit`.
 
     Raises
     ------
@@ -238,17 +241,23 @@ def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> 
     scores, included = _one_number_a_canary(scores, included)
     number("delta", delta, 0, 1, open_low=True)
     probability("confidence", confidence)
-    inside, outside = scores[included], scores[~included]
+    inside = scores[included]
+    outside = scores[~included]
     if min(len(inside), len(outside)) < 2:
         raise ValueError(f"two canaries must take part and two not, got {len(inside)} and {len(outside)}")
     freedom = len(scores) - 2
     with np.errstate(all="ignore"):
         gap = float(inside.mean() - outside.mean())
-        deviation = math.sqrt((inside.var() * len(inside) + outside.var() * len(outside)) / freedom)
+        squares = inside.var() * len(inside) + outside.var() * len(outside)
+        deviation = math.sqrt(squares / freedom)
     if not math.isfinite(gap + deviation):
         raise ValueError(f"the scores, from {scores.min():g} to {scores.max():g}, have no finite mean and variance")
     unit = math.sqrt(1 / len(inside) + 1 / len(outside))
-    apart = gap / deviation if deviation else math.copysign(math.inf, gap) if gap else 0.0
+    apart = 0.0
+    if deviation:
+        apart = gap / deviation
+    elif gap:
+        apart = math.copysign(math.inf, gap)
     statistic = min(apart, HIGHEST_MU) / unit  # a smaller one contradicts less
 
     def excess(mu: float) -> float:
@@ -264,7 +273,8 @@ def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> 
 
 
 def _one_number_a_canary(scores, included) -> tuple[np.ndarray, np.ndarray]:
-    scores, included = np.asarray(scores, dtype=float), np.asarray(included)
+    scores = np.asarray(scores, dtype=float)
+    included = np.asarray(included)
     if scores.ndim != 1 or len(scores) == 0 or scores.shape != included.shape:
         raise ValueError(f"scores and included must be one number a canary, got {scores.shape} and {included.shape}")
     if np.isnan(scores).any():
@@ -297,14 +307,14 @@ def canary_audit(
     max_grad_norm, noise_multiplier
         C and σ: normal noise of standard deviation σ·C is added to every number of the update.
     delta, confidence
-        What :func:`epsilon_lower_bound` takes.
+        As for :func:`epsilon_lower_bound`.
     seed
         Decides who takes part, and the noise.
     direction
         ``direction(batch)`` gives, for a batch of one canary, where it moves the update; its length does not count.
         By default ``step``. A canary's score is the noisy update's component in that direction.
     bound
-        What is made of the scores: :func:`one_run_audit`, or :func:`gaussian_audit` for orthogonal canaries.
+        The bound that is made of the scores: :func:`one_run_audit`, or :func:`gaussian_audit` for orthogonal canaries.
 
     Raises
     ------
@@ -322,7 +332,8 @@ def canary_audit(
     noise = torch.randn(len(update), generator=generator, dtype=update.dtype)
     update = update + noise_multiplier * max_grad_norm * noise.to(update.device)
     scores = np.empty(count)
+    pull_of = direction or step
     for place in range(count):
-        pull = as_vector((direction or step)(examples(batch, slice(place, place + 1))))
+        pull = as_vector(pull_of(examples(batch, slice(place, place + 1))))
         scores[place] = update @ torch.nn.functional.normalize(pull, dim=0)
     return bound(scores, included.numpy(), delta, confidence)

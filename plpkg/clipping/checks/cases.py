@@ -1,4 +1,4 @@
-"""What a private training is tried on: a model, a batch, a criterion, and in which pieces and after what they come."""
+"""Cases to try a private training on: a model, a batch, a criterion, and in which pieces and after what they come."""
 
 import copy
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Case:
     Attributes
     ----------
     name
-        What it is called.
+        For reports.
     model
         ``model()`` gives a new model in training mode.
     batch
@@ -38,7 +38,7 @@ class Case:
     max_grad_norm
         C; ``None``: the median norm, so that about half of the gradients are clipped.
     lesson
-        What goes wrong here, in a sentence.
+        A sentence about what goes wrong here.
     expects_actual
         Whether whoever trains takes the batch's size for the expected one.
 
@@ -110,8 +110,9 @@ def one_loss_each(criterion: Callable) -> Callable:
     """``losses(model, batch)`` of a loss module, for batches ``(inputs, target)``: of an example's losses the mean over
     its targets that count, or the sum.
     """
-    each, sums = copy.copy(criterion), criterion.reduction == "sum"
+    each = copy.copy(criterion)
     each.reduction = "none"
+    sums = criterion.reduction == "sum"
 
     def losses(model: nn.Module, batch: Batch) -> torch.Tensor:
         inputs, target = batch
@@ -119,9 +120,10 @@ def one_loss_each(criterion: Callable) -> Callable:
         parts = parts.reshape(len(parts), -1)
         if sums:
             return parts.sum(1)
+        seen = torch.ones_like(parts)
         ignored = getattr(criterion, "ignore_index", None)
-        counts = ignored is not None and parts.numel() == target.numel()
-        seen = target.reshape(parts.shape) != ignored if counts else torch.ones_like(parts)
+        if ignored is not None and parts.numel() == target.numel():  # a class each, and not probabilities
+            seen = target.reshape(parts.shape) != ignored
         return parts.sum(1) / seen.sum(1).clamp(min=1)
 
     return losses
@@ -135,6 +137,9 @@ def learning(model: nn.Module) -> dict[str, nn.Parameter]:
 def gradient(case: Case, sample: Batch) -> dict[str, torch.Tensor]:
     """By parameter, the gradient of the criterion's loss of a batch, by autograd."""
     model = case.build()
+    criterion = case.loss_module()
     parameters = learning(model)
-    loss = case.loss_module()(model(*sample[0]), sample[1])
-    return dict(zip(parameters, torch.autograd.grad(loss, parameters.values(), materialize_grads=True), strict=True))
+    inputs, target, *_ = sample
+    loss = criterion(model(*inputs), target)
+    gradients = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
+    return dict(zip(parameters, gradients, strict=True))

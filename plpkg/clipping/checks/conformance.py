@@ -64,7 +64,7 @@ USERS_OWN = ("loss over the batch's tokens", "actual batch size")
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came out of one case.
+    """The outcome of one case.
 
     Attributes
     ----------
@@ -83,18 +83,21 @@ class Outcome:
     @property
     def verdict(self) -> str:
         """``breach``, ``refuses`` or ``conforms``."""
-        return "breach" if self.breaches else "refuses" if "learns" in self.refusals else "conforms"
+        if self.breaches:
+            return "breach"
+        return "refuses" if "learns" in self.refusals else "conforms"
 
     @property
     def sentences(self) -> tuple[str, ...]:
-        """What is wrong and what was refused, check by check."""
+        """Breaches and refusals, check by check."""
         wrong = [f"{check}: {sentence}" for check, sentence in self.breaches.items()]
-        return (*wrong, *(f"{check}: refuses: {said}" for check, said in self.refusals.items()))
+        refused = [f"{check}: refuses: {said}" for check, said in self.refusals.items()]
+        return (*wrong, *refused)
 
 
 @dataclass(frozen=True)
 class Report(Sentences):
-    """What came out of every case."""
+    """The outcomes of all cases."""
 
     outcomes: tuple[Outcome, ...]
 
@@ -128,7 +131,7 @@ class Report(Sentences):
 
 
 def cases() -> tuple[Case, ...]:
-    """What a training is tried on if nothing else is said: ordinary models, and the zoo but for users' mistakes."""
+    """The usual cases: ordinary models, and the zoo but for users' mistakes."""
     zoo = [case for case in specimens(ZOO_EXAMPLES) if case.name not in USERS_OWN]
     return (*ordinary(), *zoo)
 
@@ -165,7 +168,8 @@ def conformance(
         An unknown check or clipping.
     """
     chosen = tuple(CHECKS) if checks is None else tuple(checks)
-    if unknown := [check for check in chosen if check not in CHECKS]:
+    unknown = [check for check in chosen if check not in CHECKS]
+    if unknown:
         raise ValueError(f"checks must be of {', '.join(CHECKS)}, got {unknown[0]!r}")
     one_of("clipping", clipping, CLIPPINGS)
     given = globals()["cases"]() if cases is None else cases
@@ -174,7 +178,8 @@ def conformance(
 
 def examine(trial: Trial, checks: Iterable[str]) -> Outcome:
     """Try a training function on one case."""
-    case, breaches, refusals, alone = trial.case, {}, {}, ""
+    case = trial.case
+    alone = ""
     try:
         _ = trial.gradients
     except Exception as error:
@@ -184,18 +189,24 @@ def examine(trial: Trial, checks: Iterable[str]) -> Outcome:
         _ = trial.update
     except RefusalError as refusal:
         return Outcome(case, {}, {"learns": str(refusal)})
-    except (BrokenError, MissingError, MiscountError) as error:
-        return Outcome(case, {"sums" if isinstance(error, MiscountError) else "learns": str(error)}, {})
+    except MiscountError as error:
+        return Outcome(case, {"sums": str(error)}, {})
+    except (BrokenError, MissingError) as error:
+        return Outcome(case, {"learns": str(error)}, {})
     if alone:
         return Outcome(case, {"learns": alone}, {})
+    breaches: dict[str, str] = {}
+    refusals: dict[str, str] = {}
     for check in checks:
         try:
-            if sentence := CHECKS[check](trial):
-                breaches[check] = sentence
+            sentence = CHECKS[check](trial)
         except RefusalError as refusal:
             refusals[check] = str(refusal)
         except (BrokenError, MissingError, MiscountError, FloatingPointError, ValueError) as error:
             breaches[check] = str(error)
+        else:
+            if sentence:
+                breaches[check] = sentence
     return Outcome(case, breaches, refusals)
 
 
@@ -208,8 +219,8 @@ def _learns(trial: Trial) -> str | None:
 
 
 def _sums(trial: Trial) -> str | None:
-    limit, case = trial.max_grad_norm, trial.case
-    again = distance(trial.update, trial.step(case.sample)) / limit
+    limit = trial.max_grad_norm
+    again = distance(trial.update, trial.step(trial.case.sample)) / limit
     if not again <= ROUNDING:
         return f"the update of the same batch is another when it is run again without noise, {again:.3g} C away"
     far = distance(trial.update, trial.wanted) / limit
@@ -220,21 +231,35 @@ def _sums(trial: Trial) -> str | None:
     sentence = (
         f"the update is {far:.3g} C from the sum of the clipped gradients, farthest in {worst} ({apart[worst]:.3g} C)"
     )
-    got, wanted = as_vector(trial.update), as_vector(trial.wanted)
+    return sentence + _multiple(trial) + _clues(trial)
+
+
+def _multiple(trial: Trial) -> str:
+    """How many times the sum an update is, if it is a multiple of it."""
+    got = as_vector(trial.update)
+    wanted = as_vector(trial.wanted)
     times = (got @ wanted / (wanted @ wanted)).item()
-    if torch.linalg.vector_norm(got - times * wanted) <= ROUNDING * limit:
-        sentence += f": it is {times:.4g} times that sum"
+    if torch.linalg.vector_norm(got - times * wanted) <= ROUNDING * trial.max_grad_norm:
+        return f": it is {times:.4g} times that sum"
+    return ""
+
+
+def _clues(trial: Trial) -> str:
+    """Without what the update is right."""
+    case = trial.case
     clues = {
-        "micro_batch": f"in one batch instead of micro-batches of {case.micro_batch} it is right",
-        "before": "without the step before it is right",
+        "micro_batch": f"; in one batch instead of micro-batches of {case.micro_batch} it is right",
+        "before": "; without the step before it is right",
     }
+    found = ""
     for field, clue in clues.items():
-        if getattr(case, field) is not None:
-            easier = replace(trial, case=replace(case, max_grad_norm=limit, **{field: None}))
-            with suppress(RefusalError, BrokenError):
-                if distance(easier.update, trial.wanted) <= ROUNDING * limit:
-                    sentence += f"; {clue}"
-    return sentence
+        if getattr(case, field) is None:
+            continue
+        easier = replace(trial, case=replace(case, max_grad_norm=trial.max_grad_norm, **{field: None}))
+        with suppress(RefusalError, BrokenError):
+            if distance(easier.update, trial.wanted) <= ROUNDING * trial.max_grad_norm:
+                found += clue
+    return found
 
 
 def _sensitivity(trial: Trial) -> str | None:
@@ -250,23 +275,21 @@ def _sensitivity(trial: Trial) -> str | None:
 
 def _noise(trial: Trial) -> str | None:
     std = NOISE_MULTIPLIER * trial.max_grad_norm
-    clean = (trial.update, trial.without[2]) * (NOISY_STEPS // 2)
-    noise = [
-        {name: update[name] - part for name, part in without.items()}
-        for update, without in zip(trial.noisy, clean, strict=True)
-    ]
+    _, others, update_of_others = trial.without
+    clean = (trial.update, update_of_others) * (NOISY_STEPS // 2)  # by turns, as the noisy ones
+    noise = []
+    for update, without in zip(trial.noisy, clean, strict=True):
+        noise.append({name: update[name] - part for name, part in without.items()})
     vectors = torch.stack([as_vector(each) for each in noise]) / std  # (steps, parameters)
-    shared = (vectors[1:] * vectors[:-1]).sum().item()  # mean 0, and variance 1 of each product
-    if abs(shared) > STANDARD_ERRORS * math.sqrt(vectors[1:].numel()):
-        return f"the noise of one step is correlated with that of the next, {shared / vectors[1:].numel():.3g}"
-    if sentence := _deviation(noise, std, "") or _irregular(vectors.double()):
+    shared = _shared(vectors[1:], vectors[:-1])
+    if shared:
+        return f"the noise of one step is correlated with that of the next, {shared:.3g}"
+    sentence = _deviation(noise, std, "") or _irregular(vectors.double())
+    if sentence:
         return sentence
-    again = trial.run([trial.case.sample, trial.without[1]] * (STEPS_AGAIN // 2), NOISE_MULTIPLIER)
-    second = (
-        torch.stack([as_vector(update) - as_vector(part) for update, part in zip(again, clean, strict=False)]) / std
-    )
-    shared = (vectors[:STEPS_AGAIN] * second).sum().item()
-    if abs(shared) > STANDARD_ERRORS * math.sqrt(second.numel()):
+    again = trial.run([trial.case.sample, others] * (STEPS_AGAIN // 2), NOISE_MULTIPLIER)
+    noise_again = [as_vector(update) - as_vector(part) for update, part in zip(again, clean, strict=False)]
+    if _shared(vectors[:STEPS_AGAIN], torch.stack(noise_again) / std):
         return (
             "a second training draws the noise of the first (a fixed seed?): the difference of their updates has none"
         )
@@ -277,6 +300,13 @@ def _noise(trial: Trial) -> str | None:
     except MiscountError:
         return "an empty sample gets no noise, which says that nobody was in it"
     return _deviation(empty, std, " of an empty sample")
+
+
+def _shared(one: torch.Tensor, other: torch.Tensor) -> float:
+    """The mean product of numbers of standard deviation 1; 0 if independent ones may have it by chance."""
+    total = (one * other).sum().item()  # mean 0, and variance 1 of each product
+    count = other.numel()
+    return total / count if abs(total) > STANDARD_ERRORS * math.sqrt(count) else 0.0
 
 
 def _irregular(vectors: torch.Tensor) -> str | None:
@@ -291,9 +321,11 @@ def _irregular(vectors: torch.Tensor) -> str | None:
     for what, (squares, count) in lengths.items():
         if kstest(chi2.cdf(squares.numpy(), count), uniform.cdf).pvalue < BY_CHANCE:
             return f"the noise of different {what} differs in size more, or less, than normal numbers do"
-    if (shared := _correlated(vectors)) is not None:
+    shared = _correlated(vectors)
+    if shared is not None:
         return f"the noise of two steps is correlated, {shared:.3g}: it is used again"
-    if (shared := _correlated(vectors.T)) is not None:
+    shared = _correlated(vectors.T)
+    if shared is not None:
         return f"two numbers of the noise are correlated in all steps, {shared:.3g}: one seed, or one row, for several?"
     return None
 
@@ -331,11 +363,12 @@ def _deviation(noise: list[Update], std: float, where: str) -> str | None:
 def _audit(trial: Trial) -> str | None:
     who, _, without = trial.without
     pull = as_vector(trial.update) - as_vector(without)
-    if not pull.any():
-        return None  # nobody is told by this update
+    if not pull.any():  # nobody is told by this update
+        return None
     direction = pull / torch.linalg.vector_norm(pull) / trial.max_grad_norm
     scores = [(as_vector(update) @ direction).item() for update in trial.noisy]
-    audit = gaussian_audit(scores, [step % 2 == 0 for step in range(NOISY_STEPS)], DELTA, confidence=1 - BY_CHANCE)
+    takes_part = [step % 2 == 0 for step in range(NOISY_STEPS)]
+    audit = gaussian_audit(scores, takes_part, DELTA, confidence=1 - BY_CHANCE)
     claimed = gaussian_epsilon(NOISE_MULTIPLIER, DELTA)
     if audit.epsilon <= claimed:
         return None

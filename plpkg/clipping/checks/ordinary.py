@@ -8,18 +8,25 @@ from torch.nn import functional
 
 from plpkg.clipping.checks.cases import Case
 
-COUNT, MICRO_BATCH = 5, 2
-VOCABULARY, SEQ, HIDDEN, RANK, CLASSES = 11, 4, 6, 2, 3
+COUNT = 5
+MICRO_BATCH = 2
+VOCABULARY = 11
+SEQ = 4
+HIDDEN = 6
+RANK = 2
+CLASSES = 3
 
 
 class _Convolution(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm = nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4)
+        self.conv = nn.Conv2d(1, 4, 3)
+        self.norm = nn.GroupNorm(2, 4)
         self.head = nn.Linear(4, CLASSES)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.head(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+        channels = torch.relu(self.norm(self.conv(x)))  # (batch, 4, height, width)
+        return self.head(channels.mean((2, 3)))
 
 
 class _Transformer(nn.Module):
@@ -27,17 +34,21 @@ class _Transformer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, HIDDEN), nn.Embedding(SEQ, HIDDEN)
-        self.norm, self.qkv = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, 3 * HIDDEN)
+        self.tokens = nn.Embedding(VOCABULARY, HIDDEN)
+        self.places = nn.Embedding(SEQ, HIDDEN)
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.qkv = nn.Linear(HIDDEN, 3 * HIDDEN)
         self.head = nn.Linear(HIDDEN, VOCABULARY)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(ids.shape[1], device=ids.device).repeat(ids.shape[0], 1)  # one row an example
+        batch, seq = ids.shape
+        places = torch.arange(seq, device=ids.device).repeat(batch, 1)  # one row an example
         x = self.tokens(ids) + self.places(places)
         q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
         scores = q @ k.mT / math.sqrt(HIDDEN)
-        past = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).tril()
-        return self.head(x + scores.masked_fill(~past, -math.inf).softmax(-1) @ v)
+        past = torch.ones(seq, seq, dtype=torch.bool, device=ids.device).tril()
+        attention = scores.masked_fill(~past, -math.inf).softmax(-1)  # (batch, queries, keys)
+        return self.head(x + attention @ v)
 
 
 class _Adapted(nn.Module):
@@ -46,10 +57,12 @@ class _Adapted(nn.Module):
     def __init__(self, *, middle: bool) -> None:
         super().__init__()
         self.base = nn.Linear(HIDDEN, CLASSES).requires_grad_(False)
-        self.down, self.up = nn.Linear(HIDDEN, RANK, bias=False), nn.Linear(RANK, CLASSES, bias=False)
+        self.down = nn.Linear(HIDDEN, RANK, bias=False)
+        self.up = nn.Linear(RANK, CLASSES, bias=False)
         self.middle = nn.Linear(RANK, RANK, bias=False) if middle else nn.Identity()
-        for frozen in (self.down, self.up) if middle else ():
-            frozen.requires_grad_(False)
+        if middle:
+            self.down.requires_grad_(False)
+            self.up.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.base(x) + self.up(self.middle(self.down(x)))
@@ -57,7 +70,8 @@ class _Adapted(nn.Module):
 
 def next_token_loss(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """By text, the mean cross-entropy of its next tokens, ``(batch,)``."""
-    return functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none").mean(1)
+    losses = functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="none")  # (batch, seq - 1)
+    return losses.mean(1)
 
 
 def ordinary() -> tuple[Case, ...]:

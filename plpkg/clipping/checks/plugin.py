@@ -29,7 +29,7 @@ OPTION = "--dp-conformance"
 
 
 class BreachError(Exception):
-    """What is wrong, a sentence a check."""
+    """A breach, a sentence a check."""
 
 
 class ConformanceItem(pytest.Item):
@@ -37,20 +37,25 @@ class ConformanceItem(pytest.Item):
 
     def __init__(self, *, train, case, **options) -> None:
         super().__init__(**options)
-        self.train, self.case = train, case
+        self.train = train
+        self.case = case
 
     def runtest(self) -> None:
         from plpkg.clipping.checks.conformance import conformance
 
         (outcome,) = conformance(self.train, [self.case]).outcomes
         if outcome.breaches:
-            lesson = (f"({self.case.lesson})",) if self.case.lesson else ()
-            raise BreachError("\n".join((*outcome.sentences, *lesson)))
+            lines = list(outcome.sentences)
+            if self.case.lesson:
+                lines.append(f"({self.case.lesson})")
+            raise BreachError("\n".join(lines))
         if outcome.verdict == "refuses":
             pytest.skip(outcome.sentences[0])
 
     def repr_failure(self, excinfo, style=None):
-        return str(excinfo.value) if isinstance(excinfo.value, BreachError) else super().repr_failure(excinfo, style)
+        if isinstance(excinfo.value, BreachError):
+            return str(excinfo.value)
+        return super().repr_failure(excinfo, style)
 
     def reportinfo(self):
         return self.path, self.train.__code__.co_firstlineno - 1, self.name

@@ -20,7 +20,7 @@ from plpkg.results import Tabular
 from plpkg.validation import number
 
 Update = torch.Tensor | Mapping[str, torch.Tensor]
-"""What noise is added to: one tensor, or one for each parameter."""
+"""The tensor that noise is added to, or one for each parameter."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,8 @@ class Sensitivity(Tabular):
     @property
     def worst_example(self) -> int:
         """The place of the (first) example that moves it so far: in the batch, of a user in :attr:`users`."""
-        return max(range(len(self.removed)), key=lambda i: max(self.removed[i], self.alone[i]))
+        moved = [max(pair) for pair in zip(self.removed, self.alone, strict=True)]
+        return moved.index(max(moved))
 
     @property
     def ok(self) -> bool:
@@ -69,7 +70,7 @@ class Sensitivity(Tabular):
 
     @property
     def unit(self) -> str:
-        """What was taken away."""
+        """``example`` or ``user``: what was taken away."""
         return "example" if self.users is None else "user"
 
     def rows(self) -> list[dict]:
@@ -128,12 +129,17 @@ def check_sensitivity(
             "from the same state in every call, without noise, dropout and shuffling"
         )
     members = members_of(range(count) if users is None else users, count)
+    nothing = 0 * whole
     alone = [as_vector(step(examples(batch, which))) for which in members.values()]
-    # Without its only example a batch is empty, and many models cannot run on nothing.
-    rests = (0 * whole if which.all() else as_vector(step(examples(batch, ~which))) for which in members.values())
+    removed = []
+    for which in members.values():
+        rest = nothing  # without its only example a batch is empty, and many models cannot run on nothing
+        if not which.all():
+            rest = as_vector(step(examples(batch, ~which)))
+        removed.append(_distance(whole, rest) / max_grad_norm)
     return Sensitivity(
-        tuple(_distance(whole, rest) / max_grad_norm for rest in rests),
-        tuple(_distance(update, 0 * whole) / max_grad_norm for update in alone),
+        tuple(removed),
+        tuple(_distance(update, nothing) / max_grad_norm for update in alone),
         max_grad_norm,
         tolerance,
         None if users is None else tuple(members),
@@ -143,7 +149,10 @@ def check_sensitivity(
 def members_of(users: Sequence, count: int) -> dict[object, torch.Tensor]:
     """By user, in the order in which they come: which of ``count`` examples are that user's, ``(batch,)`` of bool."""
     ids = named(users, count)
-    return {user: torch.tensor([user == other for other in ids]) for user in dict.fromkeys(ids)}
+    members = {}
+    for user in dict.fromkeys(ids):
+        members[user] = torch.tensor([user == other for other in ids])
+    return members
 
 
 def as_vector(update: Update) -> torch.Tensor:

@@ -14,9 +14,13 @@ from plpkg.clipping.checks.cases import Case
 
 MICRO_BATCH = 16
 MAX_GRAD_NORM = 0.1  # C, below all norms
-WIDTH, PADS = 4, 3  # of an embedding; how many tokens of a text are padding
-TOKENS, LONG_TEXT, GRADIENT_PER_TOKEN = 10, 1_000, 10.0  # the first text is long
-CONTRAST, OUTLIER = 0.5, 2.0**13  # an example's own activation, and one as language models have them in a few channels
+WIDTH = 4  # of an embedding
+PADS = 3  # tokens of a text that are padding
+TOKENS = 10  # of a text,
+LONG_TEXT = 1_000  # and of the first
+GRADIENT_PER_TOKEN = 10.0
+CONTRAST = 0.5  # an example's own activation
+OUTLIER = 2.0**13  # one as language models have them in a few channels
 FAR = 1_000.0  # a value that no other example has
 
 
@@ -63,10 +67,13 @@ class _TextAndPicture(nn.Module):
 
     def __init__(self, count: int) -> None:
         super().__init__()
-        self.text, self.picture = nn.Linear(count, 1, bias=False), nn.Linear(count, 1, bias=False)
+        self.text = nn.Linear(count, 1, bias=False)
+        self.picture = nn.Linear(count, 1, bias=False)
 
     def forward(self, text: torch.Tensor, picture: torch.Tensor | None = None) -> torch.Tensor:
-        return self.text(text) if picture is None else self.text(text) + self.picture(picture)
+        if picture is None:
+            return self.text(text)
+        return self.text(text) + self.picture(picture)
 
 
 def _first_output(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -90,13 +97,18 @@ def _far_example(count: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _contrasts(count: int) -> torch.Tensor:
     """Two positions, in which an example's own feature has opposite signs; and an outlier in both."""
-    contrast, outlier = CONTRAST * torch.eye(count), torch.full((count, 1), OUTLIER)
-    return torch.stack([torch.cat([side, outlier], 1) for side in (contrast, -contrast)], 1)
+    contrast = CONTRAST * torch.eye(count)
+    outlier = torch.full((count, 1), OUTLIER)
+    first = torch.cat([contrast, outlier], 1)
+    second = torch.cat([-contrast, outlier], 1)
+    return torch.stack([first, second], 1)  # (count, 2, count + 1)
 
 
 def specimens(count: int) -> tuple[Case, ...]:
     """The bugs of the zoo, with so many examples."""
-    linear, ids, zeros = partial(nn.Linear, out_features=1, bias=False), torch.arange(count), torch.zeros(count)
+    linear = partial(nn.Linear, out_features=1, bias=False)
+    ids = torch.arange(count)
+    zeros = torch.zeros(count)
     one_hot = (torch.eye(count),), zeros
     texts, tokens = _texts(count)
     far, sign = _far_example(count)

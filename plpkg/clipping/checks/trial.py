@@ -18,7 +18,6 @@ NOISY_STEPS = 120  # every other one with the example that is looked for
 
 Update = dict[str, torch.Tensor]
 
-
 AVERAGED = 1e-4
 """How far what an average keeps of a sample may be from its share, relatively: rounding in float32."""
 MOST_KEPT = 0.999
@@ -27,7 +26,7 @@ MOST_KEPT = 0.999
 
 @dataclass(frozen=True)
 class Afterwards:
-    """What a training makes of its noisy updates before the optimizer gets them, which costs no privacy.
+    """Changes that a training makes to its noisy updates before the optimizer gets them, which cost no privacy.
 
     Attributes
     ----------
@@ -45,16 +44,17 @@ class Afterwards:
         """The updates before that."""
         if self.added is None:
             return updates
-        plain = [{name: part - self.added[name] for name, part in update.items()} for update in updates]
-        earlier = [{name: torch.zeros_like(part) for name, part in self.added.items()}, *plain]
-        return [
-            {name: (part - self.kept * last[name]) / (1 - self.kept) for name, part in update.items()}
-            for update, last in zip(plain, earlier, strict=False)
-        ]
+        new = []
+        last = {name: torch.zeros_like(part) for name, part in self.added.items()}
+        for update in updates:
+            plain = {name: part - self.added[name] for name, part in update.items()}
+            new.append({name: (part - self.kept * last[name]) / (1 - self.kept) for name, part in plain.items()})
+            last = plain
+        return new
 
 
 class RefusalError(Exception):
-    """What a training said instead of a step."""
+    """A training's sentence instead of a step."""
 
 
 class BrokenError(Exception):
@@ -81,7 +81,8 @@ class Trial:
         """The updates of some samples: by parameter, what the optimizer gets, times the expected batch size; what the
         training makes of them afterwards (:class:`Afterwards`) is taken off.
         """
-        return self.afterwards.taken_off(self._run(samples, noise_multiplier))[-len(samples) :]
+        updates = self.afterwards.taken_off(self._run(samples, noise_multiplier))
+        return updates[-len(samples) :]
 
     @cached_property
     def afterwards(self) -> "Afterwards":
@@ -91,18 +92,19 @@ class Trial:
         try:
             first, second = alone._run([nobody] * 2)
             after = alone._run([self.case.sample, nobody, nobody])
-            if any(not torch.equal(first[name], second[name]) for name in first):
-                first = {name: torch.zeros_like(part) for name, part in first.items()}
-            once, twice, thrice = (as_vector({n: u[n] - first[n] for n in first}) for u in after)
+            added = first
+            if any(not torch.equal(first[name], second[name]) for name in first):  # it is not the same each time
+                added = {name: torch.zeros_like(part) for name, part in first.items()}
+            once, twice, thrice = (as_vector({n: update[n] - added[n] for n in added}) for update in after)
         except (RefusalError, BrokenError, MissingError, MiscountError, FloatingPointError):
             return Afterwards()
         size = torch.linalg.vector_norm(once)
         kept = (twice @ once / size**2).item() if size else 0.0
-        is_average = AVERAGED < kept < MOST_KEPT and all(
-            torch.linalg.vector_norm(later - kept**k * once) <= AVERAGED * size
-            for k, later in ((1, twice), (2, thrice))
-        )
-        return Afterwards(first, kept if is_average else 0.0)
+        if not AVERAGED < kept < MOST_KEPT:
+            return Afterwards(added)
+        apart = torch.linalg.vector_norm(twice - kept * once), torch.linalg.vector_norm(thrice - kept**2 * once)
+        is_average = max(apart) <= AVERAGED * size
+        return Afterwards(added, kept if is_average else 0.0)
 
     def _run(self, samples: list[Batch], noise_multiplier: float = 0.0) -> list[Update]:
         """All updates as they are, with that of the step before."""
@@ -111,11 +113,15 @@ class Trial:
         steps += [case.pieces(sample) for sample in samples]
         expected = max(1, case.size // 2)  # half of those that come: whoever divides by these is seen
         said = max(1, len(samples[0][1])) if case.expects_actual else expected
-        model, criterion, limit = case.build(), case.loss_module(), self.max_grad_norm
+        model = case.build()
+        criterion = case.loss_module()
+        limit = self.max_grad_norm
         scale = expected if criterion.reduction == "mean" else 1.0
         optimizer = torch.optim.SGD(learning(model).values(), lr=0.0)
         given = {id(p) for p in learning(model).values()}
-        updates, missing, under_way = [], set(), []
+        updates: list[Update] = []
+        missing: set[str] = set()  # parameters that no optimizer steps
+        under_way: list[int] = []  # by step of an optimizer that has begun, how many updates were seen before it
 
         def before_step(stepped, args, kwargs) -> None:
             under_way.append(len(updates))
@@ -130,8 +136,11 @@ class Trial:
             missing.update(name for name, p in now.items() if id(p) not in theirs)
             if all(p.grad is None for p in theirs.values()):
                 return  # a micro-batch that is not the last
-            grads = {name: p.grad if id(p) in theirs else None for name, p in now.items()}
-            updates.append({n: torch.zeros_like(now[n]) if g is None else g.detach() * scale for n, g in grads.items()})
+            update = {}
+            for name, p in now.items():
+                has_gradient = id(p) in theirs and p.grad is not None
+                update[name] = p.grad.detach() * scale if has_gradient else torch.zeros_like(p)
+            updates.append(update)
 
         hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
         try:
@@ -174,20 +183,25 @@ class Trial:
         case = self.case
         alone = [gradient(case, examples(case.batch, slice(i, i + 1))) for i in range(case.size)]
         rows = {name: torch.stack([each[name] for each in alone]).double() for name in alone[0]}
-        units = self.units.values()
-        return {name: torch.stack([row[which].sum(0) for which in units]) for name, row in rows.items()}
+        found = {}
+        for name, row in rows.items():
+            found[name] = torch.stack([row[which].sum(0) for which in self.units.values()])
+        return found
 
     @property
     def units(self) -> dict[object, torch.Tensor]:
         """By example (or user), which of the batch's examples it is made of."""
-        return members_of(range(self.case.size) if self.case.users is None else self.case.users, self.case.size)
+        case = self.case
+        users = range(case.size) if case.users is None else case.users
+        return members_of(users, case.size)
 
     @cached_property
     def max_grad_norm(self) -> float:
         """C."""
         if self.case.max_grad_norm is not None:
             return self.case.max_grad_norm
-        median = clip_dense(self.gradients, Clip(1.0))[1].median().item()
+        _, norms = clip_dense(self.gradients, Clip(1.0))
+        median = norms.median().item()
         if not math.isfinite(median):
             raise ValueError(f"the case {self.case.name!r} cannot be tried: its gradients are not finite")
         return median or 1.0
@@ -196,19 +210,22 @@ class Trial:
     def wanted(self) -> Update:
         """The sum of the clipped gradients."""
         layers = {name: name.rpartition(".")[0] for name in self.gradients}
-        return clip_dense(self.gradients, Clip(self.max_grad_norm, self.clipping), layers)[0]
+        sums, _ = clip_dense(self.gradients, Clip(self.max_grad_norm, self.clipping), layers)
+        return sums
 
     @cached_property
     def without(self) -> tuple[str, Batch, Update]:
         """Who moves the update farthest by leaving, the batch of the others, and its update."""
-        case, best = self.case, None
+        kind = "example" if self.case.users is None else "user"
+        farthest = -math.inf
         for name, which in self.units.items():
-            rest = examples(case.sample, ~which)
+            rest = examples(self.case.sample, ~which)
             update = self.step(rest)
             far = distance(self.update, update)
-            if best is None or far > best[0]:
-                best = far, f"{'example' if case.users is None else 'user'} {name}", rest, update
-        return best[1:]
+            if far > farthest:
+                farthest = far
+                found = (f"{kind} {name}", rest, update)
+        return found
 
     @cached_property
     def noisy(self) -> list[Update]:
@@ -224,11 +241,12 @@ def distance(one: Update, other: Update) -> float:
 
 def names(names: set[str]) -> str:
     """The first, and how many more."""
-    first = sorted(names)
-    return first[0] + (f" (and {len(first) - 1} more)" if len(first) > 1 else "")
+    first, *others = sorted(names)
+    return f"{first} (and {len(others)} more)" if others else first
 
 
 def first_sentence(error: Exception) -> str:
-    """What an error says, without what follows."""
-    said = str(error).strip().partition("\n")[0].partition(". ")[0]
-    return said or type(error).__name__
+    """The first sentence of an error; its type if it says nothing."""
+    line, _, _ = str(error).strip().partition("\n")
+    sentence, _, _ = line.partition(". ")
+    return sentence or type(error).__name__

@@ -13,6 +13,7 @@ Of replayed noise (:func:`replayed`) the audits get two real releases, and the n
 """
 
 import warnings
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import torch
@@ -41,25 +42,26 @@ from plpkg.results import Sentences
 
 TAKES_PART = 0.5  # the probability that an example is in a batch
 PARITY = 1e-4  # a deviation of so many C is put down to rounding
-CHECKED, CANARIES = 4 * MICRO_BATCH + 1, 1_000  # of the first two checks, with a last micro-batch of one; of the audit
+CHECKED = 4 * MICRO_BATCH + 1  # examples of the first two checks, with a last micro-batch of one
+CANARIES = 1_000  # of the audits
 
 
 @dataclass(frozen=True)
 class Finding(Sentences):
-    """What a specimen did, and which check notices that Opacus's update is wrong.
+    """The update of a specimen, and which check notices that Opacus's update is wrong.
 
     Attributes
     ----------
     case
         The bug.
     opacus
-        What it refuses with; ``None`` if it runs. The checks look past a refusal at what would have happened.
+        Its refusal; ``None`` if it runs. The checks look past a refusal at what would have happened.
     ours
         ``exact``, what plpkg refuses with, or how far it is off.
     parity
         ‖Opacus's update − the definition's‖ / C; ``None`` where the definition is refused, too.
     sensitivity, audit, gaussian
-        What these checks say of Opacus's update; the last of normal scores.
+        These checks of Opacus's update; the last with normal scores.
     claimed
         The ε that σ, δ and C promise.
     """
@@ -107,7 +109,7 @@ CHECKS = ("parity", "sensitivity", "audit", "Gaussian audit")
 
 @dataclass(frozen=True)
 class Zoo(Sentences):
-    """What was found out about every specimen."""
+    """The findings about every specimen."""
 
     findings: tuple[Finding, ...]
 
@@ -115,15 +117,20 @@ class Zoo(Sentences):
         return [finding.rows()[0] for finding in self.findings]
 
     def __repr__(self) -> str:
-        caught = [check for finding in self.findings for check in finding.caught_by]
-        counts = ", ".join(f"{check} {caught.count(check)}" for check in CHECKS)
+        caught: Counter[str] = Counter()
+        for finding in self.findings:
+            caught.update(finding.caught_by)
+        counts = ", ".join(f"{check} {caught[check]}" for check in CHECKS)
         return f"Zoo({len(self.findings)} bugs; caught by {counts})"
 
 
 def zoo() -> Zoo:
     """Examine every specimen: 15 seconds on one core."""
-    both = zip(specimens(CHECKED), specimens(CANARIES), strict=True)
-    return Zoo((*(examine(case, many) for case, many in both), replayed(CHECKED, CANARIES)))
+    findings = []
+    for case, canaries in zip(specimens(CHECKED), specimens(CANARIES), strict=True):
+        findings.append(examine(case, canaries))
+    findings.append(replayed(CHECKED, CANARIES))
+    return Zoo(tuple(findings))
 
 
 def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
@@ -170,14 +177,17 @@ def replayed(checked: int, canaries: int, *, seed: int = 0) -> Finding:
         )
 
     def difference(train, case: Case, batch) -> torch.Tensor:
-        nobody, releases = examples(case.batch, slice(0, 0)), []
-        for sample in (batch, nobody):
+        def release(sample) -> torch.Tensor:
             with torch.random.fork_rng(devices=[]):
                 torch.default_generator.manual_seed(seed)
-                releases.append(as_vector(Trial(train, case).run([sample], NOISE_MULTIPLIER)[0]))
-        return releases[0] - releases[1]
+                (update,) = Trial(train, case).run([sample], NOISE_MULTIPLIER)
+            return as_vector(update)
 
-    few, many = case(checked), case(canaries)
+        nobody = examples(case.batch, slice(0, 0))
+        return release(batch) - release(nobody)
+
+    few = case(checked)
+    many = case(canaries)
     step = Trial(opacus, few).step
     audits = canary_audit(
         lambda batch: {"difference": difference(opacus, many, batch)}, many.batch, MAX_GRAD_NORM, 0.0, DELTA, seed,
@@ -197,7 +207,7 @@ def replayed(checked: int, canaries: int, *, seed: int = 0) -> Finding:
 
 
 def opacus_refusal(case: Case) -> str | None:
-    """What Opacus says when it is asked whether the model will do (its first sentence), or ``None``."""
+    """The first sentence of Opacus's refusal when it is asked whether the model will do, or ``None``."""
     model = case.build()
     errors = [*ModuleValidator.validate(model), *GradSampleModuleFastGradientClipping.validate(model)]
     return str(errors[0]).partition(". ")[0] if errors else None

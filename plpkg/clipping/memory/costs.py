@@ -1,4 +1,4 @@
-"""What a step costs in every execution: operations and peak memory, counted on fake tensors of any size.
+"""The costs of a step in every execution: operations and peak memory, counted on fake tensors of any size.
 
 Nothing here is a formula: the code that clips runs, on tensors that have a shape and no data. So the figures hold for
 machines that could not run the step, and they are exact but for what an allocator adds.
@@ -28,7 +28,7 @@ COMPARED = ("sgd", *EXECUTIONS)
 
 @dataclass(frozen=True)
 class Cost:
-    """What one step's gradients cost.
+    """The cost of one step's gradients.
 
     Attributes
     ----------
@@ -93,7 +93,8 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int]) -> Costs:
     widths = checked_widths(widths)
 
     def build() -> nn.Module:
-        return nn.Sequential(*(nn.Linear(a, b, bias=False) for a, b in itertools.pairwise(widths)))
+        layers = [nn.Linear(read, written, bias=False) for read, written in itertools.pairwise(widths)]
+        return nn.Sequential(*layers)
 
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         return model(x).square().mean((1, 2))
@@ -104,7 +105,8 @@ def stack_costs(batch: int, seq: int, widths: Sequence[int]) -> Costs:
 
 def _cost(build, loss, shape: tuple[int, ...], execution: str) -> Cost:
     with FakeTensorMode():
-        model, x = build(), torch.empty(shape)
+        model = build()
+        x = torch.empty(shape)
         with FlopCounterMode(display=False) as counter, MemoryTimeline(label_saved=False) as timeline:
             timeline.track(model, x)
             if execution == "sgd":
@@ -138,7 +140,8 @@ def our_step(task: PublishedTask, execution: str = "book_keeping"):
         return criterion(model(batch[0]), batch[1])
 
     def step(timeline: MemoryTimeline) -> None:
-        model, batch = task.build(), task.data()
+        model = task.build()
+        batch = task.data()
         timeline.track(model, *batch)
         with timeline.phase("iteration"):
             gradients, _ = clipped_gradients(model, losses, batch, 1.0, execution)

@@ -1,4 +1,4 @@
-"""What a private training step keeps in memory, tensor by tensor: the data flow of Opacus of 2024, emulated.
+"""The memory of a private training step, tensor by tensor: the data flow of Opacus of 2024, emulated.
 
 :func:`emulate` walks through one step of a network of linear layers without bias or nonlinearity and holds what
 Opacus 1.5.2 (August 2024) held, under names. Nothing of its code is used: a matrix product is a matrix product, and
@@ -119,7 +119,8 @@ class _Held(dict):
 
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        start = self._peak = self._sizes()
+        start = self._sizes()
+        self._peak = start
         with self._timeline.phase(name):
             yield
         change = {key: self._peak.get(key, 0) - start.get(key, 0) for key in {**self._peak, **start}}
@@ -165,7 +166,8 @@ def emulate(
 
 def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
     """The widths of a network with at least one layer. Raises ``ValueError`` otherwise."""
-    widths = tuple(whole_number("widths", width, 1) for width in (widths if isinstance(widths, Iterable) else [widths]))
+    given = widths if isinstance(widths, Iterable) else [widths]
+    widths = tuple(whole_number("widths", width, 1) for width in given)
     if len(widths) < 2:
         raise ValueError(f"widths must have at least an input and an output, got {widths}")
     return widths
@@ -173,22 +175,22 @@ def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
 
 @torch.no_grad()
 def _step(timeline, execution, batch, widths, choices, clip=1.0, noise_multiplier=1.0, lr=0.1) -> _Held:
-    held, layers = _Held(timeline), range(1, len(widths))
+    held = _Held(timeline)
+    layers = range(1, len(widths))
     names = ["x", *(f"h{i}" for i in layers[:-1]), "y"]  # layer i reads names[i - 1] and writes names[i]
     generator = torch.Generator().manual_seed(0)
     held["x"] = torch.randn(batch, widths[0], generator=generator)  # (batch, in)
     held["target"] = torch.randn(batch, widths[-1], generator=generator)  # (batch, out)
     with held.phase("model"):
         for i in layers:
-            weight = held[f"W{i}"] = torch.empty(widths[i], widths[i - 1])  # (out, in)
-            weight.normal_(std=widths[i - 1] ** -0.5, generator=generator)
+            held[f"W{i}"] = torch.empty(widths[i], widths[i - 1])  # (out, in)
+            held[f"W{i}"].normal_(std=widths[i - 1] ** -0.5, generator=generator)
     with held.phase("forward"):
         for i in layers:
             held[names[i]] = held[names[i - 1]] @ held[f"W{i}"].T  # (batch, out)
     with held.phase("loss"):
-        held["loss per element"] = torch.nn.functional.mse_loss(
-            held["y"], held["target"], reduction="none"
-        )  # (batch, out)
+        # (batch, out)
+        held["loss per element"] = torch.nn.functional.mse_loss(held["y"], held["target"], reduction="none")
         held["loss per sample"] = held["loss per element"].mean(dim=1)  # (batch,)
         held.drop("loss per element")
         if execution != "ghost":
@@ -221,7 +223,8 @@ def _step(timeline, execution, batch, widths, choices, clip=1.0, noise_multiplie
         if execution != "sgd":
             _add_noise(held, layers, choices, clip * noise_multiplier, batch, generator)
         for i in layers:
-            held[f"W{i}"].add_(held[f"gradient {i}" if execution == "sgd" else f"noised {i}"], alpha=-lr)
+            update = f"gradient {i}" if execution == "sgd" else f"noised {i}"
+            held[f"W{i}"].add_(held[update], alpha=-lr)
     return held
 
 
@@ -238,7 +241,8 @@ def _through_loss(held: _Held) -> None:
 def _through_layers(held: _Held, names: list[str], choices: Choices, hook: Callable | None, keep_graph: bool) -> None:
     """Backward from the last layer to the first, in the order in which autograd makes and frees."""
     for i in reversed(range(1, len(names))):
-        gradient, read = f"dL/d{names[i]}", names[i - 1]
+        gradient = f"dL/d{names[i]}"
+        read = names[i - 1]
         early = i == 1 and not choices.late_first_hook
         if hook and early:
             _run_hook(hook, held, i, gradient, read, choices)
@@ -346,6 +350,7 @@ def measure(step: Callable[[MemoryTimeline], object], *, fake: bool = True) -> M
         Called with the open timeline; it names its own phases (``with timeline.phase("forward"): …``). Everything
         that it builds inside has no data if ``fake`` is true.
     """
-    with _ShareableMode() if flag("fake", fake) else contextlib.nullcontext(), MemoryTimeline() as timeline:
+    mode = _ShareableMode() if flag("fake", fake) else contextlib.nullcontext()
+    with mode, MemoryTimeline() as timeline:
         step(timeline)
     return timeline

@@ -59,7 +59,7 @@ def bert():
 
 
 def figure_and_tolerance(printed: str) -> tuple[float, float]:
-    """What a printed cell says, and half a unit of its last digit.
+    """The number in a printed cell, and half a unit of its last digit.
 
     Parameters
     ----------
@@ -126,12 +126,12 @@ class _SquaredError:
 
 def two_layer_task(batch: int, widths: tuple[int, ...] = WIDTHS) -> PublishedTask:
     """The article's synthetic network as modules, with the loss of :func:`~plpkg.clipping.memory.dataflow.emulate`."""
-    batch, widths = whole_number("batch", batch, 1), checked_widths(widths)
+    batch = whole_number("batch", batch, 1)
+    widths = checked_widths(widths)
 
     def build() -> torch.nn.Module:
-        return torch.nn.Sequential(
-            *(torch.nn.Linear(read, out, bias=False) for read, out in itertools.pairwise(widths))
-        )
+        layers = [torch.nn.Linear(read, out, bias=False) for read, out in itertools.pairwise(widths)]
+        return torch.nn.Sequential(*layers)
 
     def data() -> tuple[torch.Tensor, torch.Tensor]:
         return torch.randn(batch, widths[0]), torch.randn(batch, widths[-1])
@@ -204,7 +204,8 @@ def opacus_step(task: PublishedTask, execution: str) -> Callable[[MemoryTimeline
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
         private = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(inputs))
         if execution == "hooks":
-            model, optimizer = GradSampleModule(model), DPOptimizer(optimizer, **private)
+            model = GradSampleModule(model)
+            optimizer = DPOptimizer(optimizer, **private)
         elif execution != "sgd":
             model = GradSampleModuleFastGradientClipping(
                 model, max_grad_norm=1.0, use_ghost_clipping=execution == "ghost"
@@ -233,10 +234,16 @@ def _backward(timeline: MemoryTimeline, loss, model, optimizer, twice: bool) -> 
             phase.close()
             phase.enter_context(timeline.phase(name))
 
+        def beginning(name: str, call: Callable) -> Callable:
+            def begun() -> None:
+                begin(name)
+                call()
+
+            return begun
+
         if twice:
-            zero_grad, disable_hooks = optimizer.zero_grad, model.disable_hooks
-            optimizer.zero_grad = lambda: (begin("clip factors"), zero_grad())
-            model.disable_hooks = lambda: (begin("second backward"), disable_hooks())
+            optimizer.zero_grad = beginning("clip factors", optimizer.zero_grad)
+            model.disable_hooks = beginning("second backward", model.disable_hooks)
         begin("first backward")
         loss.backward()
 
@@ -251,9 +258,12 @@ def synthetic_table():
         the printed precision, or what was printed as OOM would not fit the 16 GB of the article's P100.
     """
     table = synthetic()
-    cells = list(zip(table["batch"], table["method"], table["phase"], strict=True))
-    steps = {key: emulate(key[1], key[0]) for key in {cell[:2] for cell in cells}}
-    table["computed_mib"] = [steps[batch, method].increase_bytes(phase) / MIB for batch, method, phase in cells]
+    settings = set(zip(table["batch"], table["method"], strict=True))
+    steps = {(batch, method): emulate(method, batch) for batch, method in settings}
+    computed = []
+    for row in table.itertuples():
+        computed.append(steps[row.batch, row.method].increase_bytes(row.phase) / MIB)
+    table["computed_mib"] = computed
     close = (table["computed_mib"] - table["reported_mib"]).abs() <= table["tolerance_mib"]
     table["matches"] = close | (table["reported_mib"].isna() & (table["computed_mib"] > P100_MIB))
     return table
@@ -318,10 +328,13 @@ def fit_seq(batch: int = 128):
     reported = bert().query("batch == @batch").set_index("method")["reported_mib"].dropna()
     if reported.empty:
         raise ValueError(f"the article reports no memory for batch={batch}")
-    ratios = pd.DataFrame(
-        {seq: bert_table(batch, seq, tuple(reported.index)).set_index("method")["ratio"] for seq in PROBES}
-    )
+    ratios = pd.DataFrame()  # a row a method, a column a sequence length
+    for seq in PROBES:
+        ratios[seq] = bert_table(batch, seq, tuple(reported.index)).set_index("method")["ratio"]
     seqs = np.arange(min(PROBES), max(PROBES) + 1)
-    curves = {method: np.polyval(np.polyfit(PROBES, row, 2), seqs) for method, row in ratios.iterrows()}
+    curves = {}
+    for method, row in ratios.iterrows():
+        parabola = np.polyfit(PROBES, row, 2)
+        curves[method] = np.polyval(parabola, seqs)
     table = pd.DataFrame(curves, index=pd.Index(seqs, name="seq"))
     return table.assign(deviation=np.sqrt((np.log(table) ** 2).mean(axis=1)))

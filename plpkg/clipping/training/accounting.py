@@ -1,4 +1,4 @@
-"""What a private training spends: ε from the noise, and the noise for an ε.
+"""The ε that a private training spends, from the noise; and the noise for an ε.
 
 The subsampled Gaussian mechanism: in each step every example takes part with probability q, and normal noise of σ times
 the sensitivity is added. ε comes from Opacus's accountants: ``prv`` (Gopi et al., arXiv 2106.02848), tight, or ``rdp``
@@ -70,8 +70,13 @@ class Mechanism:
         """
         if not callable(self.noise_multiplier) and not callable(self.max_grad_norm):
             return self
-        sigma, norm = (f(step) if callable(f) else f for f in (self.noise_multiplier, self.max_grad_norm))
-        return replace(self, noise_multiplier=sigma, max_grad_norm=norm)
+        sigma = self.noise_multiplier
+        norm = self.max_grad_norm
+        return replace(
+            self,
+            noise_multiplier=sigma(step) if callable(sigma) else sigma,
+            max_grad_norm=norm(step) if callable(norm) else norm,
+        )
 
     @cached_property
     def clip(self) -> Clip:
@@ -88,15 +93,19 @@ class Mechanism:
         number("max_epsilon", epsilon, open_low=True)
         sigma = self.noise_multiplier
 
-        def fits(steps: int) -> bool:
+        def spends_more(steps: int) -> bool:
             counts = Counter(sigma(step) if callable(sigma) else sigma for step in range(first, steps))
-            history = [*before, *((sigma, self.sample_rate, count) for sigma, count in counts.items())]
-            return spent(accountant_of(self.accountant, history), delta) <= epsilon
+            history = list(before)
+            for each, count in counts.items():
+                history.append((each, self.sample_rate, count))
+            return spent(accountant_of(self.accountant, history), delta) > epsilon
 
         high = 1
-        while fits(first + high):
+        while not spends_more(first + high):
             high *= 2
-        return bisect_left(range(first + high), True, lo=first + high // 2, key=lambda steps: not fits(steps)) - 1
+        # The first number of steps that spends more; half of `high` did not.
+        too_many = bisect_left(range(first + high), True, lo=first + high // 2, key=spends_more)
+        return too_many - 1
 
 
 def epsilon_of(
@@ -126,7 +135,8 @@ def epsilon_of(
     number("sample_rate", sample_rate, 0, 1, open_low=True)
     whole_number("steps", steps, 0)
     one_of("accountant", accountant, ACCOUNTANTS)
-    return spent(accountant_of(accountant, [(sigma, sample_rate, steps)] if steps else []), delta)
+    history = [(sigma, sample_rate, steps)] if steps else []
+    return spent(accountant_of(accountant, history), delta)
 
 
 def accountant_of(name: str, history: Sequence[Spent]) -> IAccountant:
@@ -176,9 +186,11 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     number("delta", delta, 0, 1, open_low=True)
 
     def excess(epsilon: float) -> float:
-        half, shift = 1 / (2 * sigma), epsilon * sigma
+        half = 1 / (2 * sigma)
+        shift = epsilon * sigma
         theirs = min(0.0, epsilon + log_ndtr(-half - shift))  # of large numbers: rounded, and perhaps above 0
-        return math.exp(log_ndtr(half - shift)) - math.exp(theirs) - delta
+        ours = log_ndtr(half - shift)
+        return math.exp(ours) - math.exp(theirs) - delta
 
     if math.isinf(1 / sigma / sigma):  # ε is about half of it
         return math.inf
@@ -209,9 +221,11 @@ def noise_for(
     def epsilon(sigma: float) -> float:
         return epsilon_of(sigma, sample_rate, steps, target_delta, accountant=accountant)
 
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while epsilon(high) > target_epsilon:
-        low, high = high, 2 * high
+        low = high
+        high *= 2
         if high > MOST_NOISE:
             raise ValueError(
                 f"no noise up to {MOST_NOISE:g} gives target_epsilon={target_epsilon!r} at "
@@ -220,7 +234,10 @@ def noise_for(
     # Where one bound gives way to another ε jumps, and no σ may come as near as 0.01.
     while target_epsilon - epsilon(high) > 0.01 and high - low > 1e-6 * high:
         middle = (low + high) / 2
-        low, high = (middle, high) if epsilon(middle) > target_epsilon else (low, middle)
+        if epsilon(middle) > target_epsilon:
+            low = middle
+        else:
+            high = middle
     return high
 
 

@@ -26,7 +26,8 @@ class GivenGradients:
     """Clips what ``per_example`` gives for a batch; in the place of :class:`~plpkg.clipping.gradients.Watched`."""
 
     def __init__(self, per_example: Callable, recorder: Recorder) -> None:
-        self._per_example, self.recorder = per_example, recorder
+        self._per_example = per_example
+        self.recorder = recorder
         self._tells = "look" in inspect.signature(per_example).parameters  # which passes are for looking
 
     def attached(self) -> AbstractContextManager:
@@ -59,32 +60,37 @@ class GivenGradients:
         gradients, losses = self._gradients(batch, count)
         if look:
             self._look(batch, count, look, gradients, before)
-        if divisors is not None:
-            gradients = {name: torch.einsum("n...,n->n...", g, 1 / divisors.to(g)) for name, g in gradients.items()}
-        if owners is not None:
-            users = int(owners.max()) + 1
-            gradients = {
-                name: g.new_zeros(users, *g.shape[1:]).index_add_(0, owners.to(g.device), g)
-                for name, g in gradients.items()
-            }
+        for name, g in gradients.items():
+            if divisors is not None:
+                g = torch.einsum("n...,n->n...", g, 1 / divisors.to(g))
+            if owners is not None:
+                users = int(owners.max()) + 1
+                g = g.new_zeros(users, *g.shape[1:]).index_add_(0, owners.to(g.device), g)
+            gradients[name] = g
         sums, norms = clip_dense(gradients, clip, self.recorder.layers)
         check_finite(norms, 0, len(norms))
         return sums, norms, losses
 
     def _gradients(self, batch, count: int, *, look: bool = False) -> tuple[Gradients, torch.Tensor]:
         given = self._per_example(batch, look=look) if self._tells else self._per_example(batch)
-        gradients, losses = given if isinstance(given, tuple) else (given, torch.full((count,), torch.nan))
+        if not isinstance(given, tuple):
+            given = (given, torch.full((count,), torch.nan))  # it does not tell the losses
+        gradients, losses = given
         parameters = self.recorder.parameters
         if not isinstance(gradients, Mapping) or gradients.keys() != parameters.keys():
             names = sorted(gradients) if isinstance(gradients, Mapping) else type(gradients).__name__
             raise ValueError(f"per_example must give a gradient of each of {sorted(parameters)}, got {names}")
         for name, gradient in gradients.items():
-            if gradient.shape != (expected := (count, *parameters[name].shape)):
+            expected = (count, *parameters[name].shape)
+            if gradient.shape != expected:
                 raise ValueError(f"per_example must give {name} a gradient of {expected}, got {tuple(gradient.shape)}")
         if not isinstance(losses, torch.Tensor) or losses.shape != (count,):
             shape = tuple(losses.shape) if isinstance(losses, torch.Tensor) else type(losses).__name__
             raise ValueError(f"per_example must give losses of shape ({count},) beside its gradients, got {shape}")
-        wide = {n: gradients[n].detach().to(torch.promote_types(gradients[n].dtype, torch.float32)) for n in parameters}
+        wide = {}
+        for name in parameters:  # in their order
+            gradient = gradients[name].detach()
+            wide[name] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
         return wide, losses.detach()
 
     def _look(self, batch, count: int, look: Look, gradients: Gradients, before: RandomState) -> None:
@@ -93,11 +99,14 @@ class GivenGradients:
         half = any(p.dtype.itemsize < 4 for p in self.recorder.parameters.values())
         tolerance = HALF_TOLERANCE if half else TOLERANCE
 
+        def of_kept(all_gradients: Gradients) -> torch.Tensor:
+            return torch.cat([g[look.kept].flatten() for g in all_gradients.values()])
+
         def misfit(batch) -> bool:
             before.restore()
             again, _ = self._gradients(batch, count, look=True)
-            first, second = (torch.cat([g[look.kept].flatten() for g in each.values()]) for each in (gradients, again))
-            return bool((first - second).norm() > tolerance * first.norm())
+            first = of_kept(gradients)
+            return bool((first - of_kept(again)).norm() > tolerance * first.norm())
 
         try:
             mixed = confirmed(misfit, look.among, batch)

@@ -1,4 +1,4 @@
-"""What has been released from a model's parameters, by all private trainings of this process that they took part in."""
+"""The steps released from a model's parameters, by all private trainings of this process that they took part in."""
 
 import secrets
 from collections.abc import Iterable, MutableMapping
@@ -20,13 +20,13 @@ class Life:
     Attributes
     ----------
     number
-        What noise and samples are drawn with, beside the seed and the step.
+        Noise and samples are drawn with it, the seed and the step's number.
     name
         Random: tells the lives of two trainings apart.
     steps
         The number of its next step.
     spent
-        What its steps have spent: (σ, sampling rate, how many steps).
+        For each of its steps: (σ, sampling rate, how many steps in a row).
     """
 
     number: int = 0
@@ -56,17 +56,27 @@ class Ledger:
 
     @property
     def spent(self) -> list[Spent]:
-        """What the steps of all lives have spent."""
-        return [entry for life in self._lives.values() for entry in life.spent]
+        """The entries of all lives."""
+        entries = []
+        for life in self._lives.values():
+            entries += life.spent
+        return entries
 
     def life(self, steps: int, name: str = "") -> Life:
         """The life in which the step of this number is taken: the one of this name, unless a step so far has been
         taken with its number already, else a new one.
         """
         life = self._lives.get(name)
-        if life is None or any(each.number == life.number and each.steps > steps for each in self._lives.values()):
-            life = Life(max((each.number + 1 for each in self._lives.values()), default=0), steps=steps)
+        if life is None or self._is_taken(life.number, steps):
+            return Life(self._next_number(), steps=steps)
         return life
+
+    def _is_taken(self, number: int, step: int) -> bool:
+        """Whether a life of this number, of whichever training, has drawn the noise of this step."""
+        return any(life.number == number and life.steps > step for life in self._lives.values())
+
+    def _next_number(self) -> int:
+        return max((life.number + 1 for life in self._lives.values()), default=0)
 
     def join(self, other: "Ledger") -> None:
         """Both are one from now on, whoever holds which."""
@@ -75,8 +85,8 @@ class Ledger:
 
     def begin_with(self, spent: list[Spent]) -> None:
         """Count what was released elsewhere."""
-        number = max((each.number + 1 for each in self._lives.values()), default=0)
-        self.record(Life(number, steps=sum(count for *_, count in spent), spent=spent))
+        steps = sum(count for *_, count in spent)
+        self.record(Life(self._next_number(), steps=steps, spent=spent))
 
     def record(self, life: Life) -> None:
         """A life begins, or a step of it is about to be released."""
@@ -84,18 +94,20 @@ class Ledger:
 
     def state(self, life: Life) -> list[dict]:
         """All lives, and this one, which may have released nothing yet."""
-        return [asdict(each) for each in {**self._lives, life.name: life}.values()]
+        lives = {**self._lives, life.name: life}
+        return [asdict(each) for each in lives.values()]
 
     def merge(self, state: list[dict]) -> None:
         """Take over a saved ledger's steps that are not in this one: what :meth:`state` gave."""
         for each in state:
             life = Life(**each)
-            if life.name not in self._lives or self._lives[life.name].steps < life.steps:
+            known = self._lives.get(life.name)
+            if known is None or known.steps < life.steps:
                 self._lives[life.name] = replace(life, spent=list(life.spent))
 
 
 def entries_of(spent: Iterable) -> list[Spent]:
-    """What some steps have spent: σ, the sampling rate and the number of steps each.
+    """Checked entries of what steps have spent: σ, the sampling rate and the number of steps each.
 
     Raises
     ------

@@ -9,7 +9,7 @@ from torch import nn
 
 from plpkg.clipping.batches import examples
 from plpkg.clipping.dropout import Without, untouched
-from plpkg.clipping.mixing import without_gradients
+from plpkg.clipping.probe import without_gradients
 
 
 class OwnLosses:
@@ -45,7 +45,11 @@ class OwnLosses:
             raise ValueError("losses=None takes the model's own loss, of batches with labels: give losses")
         inputs = {name: value for name, value in batch.items() if name != "labels"}  # else it makes one loss of all
         logits = model(**inputs, return_dict=True).logits
-        return torch.stack([_loss(model, logits[i : i + 1], labels[i : i + 1]) for i in range(len(labels))])
+        losses = []
+        for example in range(len(labels)):
+            alone = slice(example, example + 1)
+            losses.append(_loss(model, logits[alone], labels[alone]))
+        return torch.stack(losses)
 
     def check(self, model: nn.Module, batch: Mapping) -> None:
         """Compare with the model's own loss of one example, before the first step.
@@ -60,9 +64,10 @@ class OwnLosses:
         alone = examples(batch, slice(0, 1), of=len(batch["labels"]))
         with untouched(), without_gradients(), Without():
             output = model(**alone, return_dict=True)
-            own, ours = output.loss.nan_to_num(), _loss(model, output.logits, alone["labels"])
+            own = output.loss.nan_to_num()  # the mean of no labels is 0/0
+            ours = _loss(model, output.logits, alone["labels"])
         self._compared = True
-        rounding = 16 * max(torch.finfo(dtype).eps for dtype in (output.logits.dtype, torch.float32))
+        rounding = 16 * max(torch.finfo(output.logits.dtype).eps, torch.finfo(torch.float32).eps)
         if not torch.allclose(own, ours.to(own), rtol=rounding, atol=1e-6):
             raise ValueError(
                 f"the loss of {type(model).__name__} for one example is {own.item():.6g}, and not the "
@@ -83,7 +88,8 @@ class Within:
 
     def check(self, model: nn.Module, batch) -> None:
         """As the losses function would."""
-        if check := getattr(self.losses, "check", None):
+        check = getattr(self.losses, "check", None)
+        if check:
             with self.context():
                 check(model, batch)
 
@@ -92,4 +98,4 @@ def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch
     """A model's loss function of one example; 0 where no label counts, whose mean is 0/0."""
     sizes = dict(config=model.config, vocab_size=getattr(model.config, "vocab_size", None))
     loss = model.loss_function(logits=logits, pooled_logits=logits, labels=labels, **sizes)
-    return 0 * logits.sum() if loss.isnan() else loss
+    return 0 * logits.sum() if loss.isnan() else loss  # 0 that depends on the model, as a loss must

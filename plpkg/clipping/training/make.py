@@ -27,6 +27,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
+from typing import NamedTuple
 
 import torch
 
@@ -39,9 +40,10 @@ from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
 from plpkg.clipping.training.given import GivenGradients
 from plpkg.clipping.training.ledger import entries_of
 from plpkg.clipping.training.losses import OwnLosses
-from plpkg.clipping.training.private import Private, learned
+from plpkg.clipping.training.private import Private
 from plpkg.clipping.training.processes import Processes, check_whole
 from plpkg.clipping.training.randomness import Randomness
+from plpkg.clipping.training.unchanged import learned
 from plpkg.validation import number, one_of, whole_number
 
 
@@ -172,7 +174,8 @@ def make_private(
     _check(model, optimizer, losses, per_example)
     if per_example is not None and (losses is not None or execution != "book_keeping"):
         raise ValueError("per_example gives the gradients: leave losses and execution out")
-    executed = LOOP if one_of("execution", execution, ("loop", *EXECUTIONS)) == "loop" else EXECUTIONS[execution]
+    one_of("execution", execution, ("loop", *EXECUTIONS))
+    executed = EXECUTIONS.get(execution, LOOP)
     one_of("accountant", accountant, ACCOUNTANTS)
     if max_physical_batch_size is not None:
         whole_number("max_physical_batch_size", max_physical_batch_size, 1)
@@ -185,30 +188,33 @@ def make_private(
     if max_epsilon is not None and target_delta is None:
         raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
     before = entries_of(spent)
-    randomness, processes = Randomness(seed, secure=secure), Processes()
-    samples = None
+    randomness = Randomness(seed, secure=secure)
+    processes = Processes()
     if dataset is None:
         if sample_rate is None or batch_size is None:
             raise ValueError("without a dataset, sample_rate and batch_size, the expected one, must be given")
         if users is not None or max_physical_batch_size is not None:
             raise ValueError("users and max_physical_batch_size are about a dataset: step takes yours, and the pieces")
-        number("sample_rate", sample_rate, 0, 1, open_low=True)
-        expected, steps = number("batch_size", batch_size, open_low=True), math.ceil(1 / sample_rate)
+        sampled = _own_sampling(sample_rate, batch_size)
     else:
         if sample_rate is not None:
             raise ValueError("sample_rate follows from the dataset and batch_size: leave it out")
-        loader = sampling.loader_of(dataset, batch_size)
-        limit = 1 if executed is LOOP else max_physical_batch_size or len(loader.dataset)
-        samples = sampling.Samples(loader, users, limit, randomness, processes)
-        sample_rate, steps, expected = samples.rate, samples.steps, len(samples.members) * samples.rate
-    sigma = _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant)
+        limit = 1 if executed is LOOP else max_physical_batch_size
+        sampled = _sampling_of(dataset, batch_size, users, limit, randomness, processes)
+    samples = sampled.samples
+    sigma = _sigma(
+        noise_multiplier, target_epsilon, target_delta, epochs, sampled.rate, sampled.steps_per_epoch, accountant
+    )
     number_of_users = None if users is None else len(samples.members)
-    mechanism = Mechanism(accountant, sigma, sample_rate, max_grad_norm, clipping, number_of_users)
+    mechanism = Mechanism(accountant, sigma, sampled.rate, max_grad_norm, clipping, number_of_users)
     first = mechanism.at(0)
     Clip(first.max_grad_norm, clipping)  # refuses what it cannot clip to
     recorder = Recorder(model, alone=executed is LOOP or per_example is not None)
     first.clip.limits(list(dict.fromkeys(recorder.layers.values())))
-    processes.agree(model, asdict(first) | {"number of examples": samples and len(samples.members), "batch": expected})
+    settings = asdict(first)
+    settings["number of examples"] = samples and len(samples.members)
+    settings["batch"] = sampled.expected
+    processes.agree(model, settings)
     if per_example is None:
         gradients = Watched(recorder, losses or OwnLosses(model), executed)
     else:
@@ -218,7 +224,7 @@ def make_private(
         optimizer,
         gradients,
         mechanism,
-        expected,
+        sampled.expected,
         samples,
         randomness,
         processes,
@@ -230,6 +236,29 @@ def make_private(
         beside = f", beside ε={private.epsilon(target_delta):.4g} before" if private.accountant.history else ""
         raise ValueError(f"max_epsilon={max_epsilon!r} is less than the first step spends{beside}")
     return private
+
+
+class _Sampling(NamedTuple):
+    """How the examples of a step are drawn; ``samples`` is ``None`` where the user draws them."""
+
+    samples: sampling.Samples | None
+    rate: float
+    steps_per_epoch: int
+    expected: float
+
+
+def _own_sampling(sample_rate: float, batch_size: float) -> _Sampling:
+    number("sample_rate", sample_rate, 0, 1, open_low=True)
+    expected = number("batch_size", batch_size, open_low=True)
+    return _Sampling(None, sample_rate, math.ceil(1 / sample_rate), expected)
+
+
+def _sampling_of(dataset, batch_size, users, limit: int | None, randomness, processes) -> _Sampling:
+    loader = sampling.loader_of(dataset, batch_size)
+    most = limit or len(loader.dataset)
+    samples = sampling.Samples(loader, users, most, randomness, processes)
+    expected = len(samples.members) * samples.rate
+    return _Sampling(samples, samples.rate, samples.steps, expected)
 
 
 def _check(model, optimizer, losses: Callable | None, per_example: Callable | None) -> None:
@@ -259,9 +288,11 @@ def _check(model, optimizer, losses: Callable | None, per_example: Callable | No
         raise ValueError("the model is in evaluation mode: call model.train() first")
     names = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     learning = learned(optimizer)
-    if missing := [name for key, name in names.items() if key not in learning]:
+    missing = [name for key, name in names.items() if key not in learning]
+    if missing:
         raise ValueError(f"the optimizer lacks {', '.join(missing[:3])}: give it these, or set requires_grad=False")
-    if foreign := learning - set(names):
+    foreign = learning - set(names)
+    if foreign:
         raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's")
 
 

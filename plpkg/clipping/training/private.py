@@ -4,11 +4,10 @@ DP-SGD (Abadi et al., arXiv 1607.00133): a Poisson sample, each example's gradie
 standard deviation σ·C on their sum, divided by the *expected* batch size. ε comes from Opacus's accountants.
 """
 
-import math
 import threading
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
-from functools import cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -17,23 +16,23 @@ from opacus.accountants import IAccountant
 from plpkg.clipping.batches import numbered
 from plpkg.clipping.clip import Clip, clip_dense, zeros_for
 from plpkg.clipping.gradients import Watched
-from plpkg.clipping.mixing import modules_of
 from plpkg.clipping.training.accounting import Mechanism, accountant_of, spent
+from plpkg.clipping.training.budget import Budget
 from plpkg.clipping.training.given import GivenGradients
 from plpkg.clipping.training.ledger import Life, Spent, ledger_of
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.clipping.training.samples import LOOP, Part, Sample, Samples, own_parts
-from plpkg.validation import shown
+from plpkg.clipping.training.unchanged import check_identity, check_model, check_optimizer
 
 UNCLIPPED = Clip(1e30)
 """For a part of what is one user's, which is clipped when the rest has come: in float32 still a number."""
 OLD = ("criterion", "data_loader", "paced", "remove", "restart", "skip")
-"""What a private training had when it was hooks in the user's loop."""
+"""Names that a private training had when it was hooks in the user's loop."""
 
 
 class Step(NamedTuple):
-    """What a step saw. It is not private: do not publish it.
+    """The losses that a step saw. They are not private: do not publish them.
 
     Attributes
     ----------
@@ -58,10 +57,10 @@ class Private:
     ----------
     model, optimizer
         The same objects as before. Between two steps nothing of the training is on them.
-    mechanism, steps, max_steps
-        What is spent in a step, the number of the next one, and of the first that ``max_epsilon`` does not allow.
+    mechanism
+        The noise, the sampling and the clipping of a step.
     expected_batch_size
-        What the noisy sum is divided by: examples, or users.
+        The number of examples, or users, that the noisy sum is divided by.
     """
 
     def __init__(
@@ -78,16 +77,23 @@ class Private:
         limit: tuple[float, float] | None = None,
         spent_before: Sequence[Spent] = (),
     ) -> None:
-        self.model, self.optimizer, self.mechanism = model, optimizer, mechanism
+        self.model = model
+        self.optimizer = optimizer
+        self.mechanism = mechanism
         self.expected_batch_size = expected_batch_size
-        self._gradients, self._recorder, self._samples = gradients, gradients.recorder, samples
-        self._randomness, self._processes, self._epochs, self._limit = randomness, processes, epochs, limit
+        self._gradients = gradients
+        self._recorder = gradients.recorder
+        self._samples = samples
+        self._randomness = randomness
+        self._processes = processes
+        self._epochs = epochs
         self._learning = dict(self._recorder.parameters)
         self._by_users: bool | None = None  # where you sample yourself: as the first step had it
         self._busy = threading.Lock()
         self._ledger = ledger_of(model, self._learning.values())
         if spent_before:
             self._ledger.begin_with(spent_before)
+        self._budget = Budget(mechanism, self._ledger, limit)
         life = self._ledger.life(0)
         self._enter(life, 0)
         self._ledger.record(life)  # so that another training of these parameters draws other noise
@@ -95,8 +101,10 @@ class Private:
     def __iter__(self) -> Iterator[Sample]:
         if self._samples is None:
             raise RuntimeError("you sample yourself: call private.step(pieces) with a list of batches")
-        epoch = self._samples.steps
-        end = epoch * (self._epochs or self.steps // epoch + 1)
+        steps_per_epoch = self._samples.steps
+        begun = self.steps // steps_per_epoch + 1
+        epochs = self._epochs or begun
+        end = epochs * steps_per_epoch
         try:
             while self.steps < end and not self.done:
                 sample = self.sample()
@@ -110,8 +118,8 @@ class Private:
         raise TypeError("a private training is not copied, whose noise would come twice: save its state_dict()")
 
     def __getattr__(self, name: str):
-        what = f"a private training has no {name}"
-        raise AttributeError(f"{what}: a step is a call, {LOOP}" if name in OLD else what)
+        hint = f": a step is a call, {LOOP}" if name in OLD else ""
+        raise AttributeError(f"a private training has no {name}{hint}")
 
     def step(self, sample: Sample | list, *, users: Iterable[Hashable] | torch.Tensor | None = None) -> Step:
         """One step: the clipped sum of a sample's gradients, noise, and ``optimizer.step()``.
@@ -172,14 +180,25 @@ class Private:
 
     @property
     def now(self) -> Mechanism:
-        """What the next step is made with. Functions of its number are asked once: for it is clipped, drawn and spent
+        """The mechanism of the next step. Functions of its number are asked once: for it is clipped, drawn and spent
         what they said at first, whatever they would say later.
         """
-        if self._now is None:
-            self._now = self.mechanism.at(self.steps)
-            if self._limit and self._now.noise_multiplier != self._planned.at(self.steps).noise_multiplier:
-                self._plan()  # it does not say what it said before
-        return self._now
+        return self._budget.now
+
+    @property
+    def steps(self) -> int:
+        """The number of the next step."""
+        return self._budget.steps
+
+    @property
+    def max_steps(self) -> float:
+        """The number of the first step that ``max_epsilon`` does not allow."""
+        return self._budget.max_steps
+
+    @property
+    def done(self) -> bool:
+        """Whether another step would spend more than ``max_epsilon``."""
+        return self._budget.done
 
     @property
     def accountant(self) -> IAccountant:
@@ -197,17 +216,6 @@ class Private:
     def steps_per_epoch(self) -> int | None:
         """How many samples an epoch has; ``None`` where you sample yourself."""
         return None if self._samples is None else self._samples.steps
-
-    @property
-    def done(self) -> bool:
-        """Whether another step would spend more than ``max_epsilon``."""
-        if self._limit and self._others() != self._planned_beside:
-            self._plan()
-        return self.steps >= self.max_steps
-
-    def _others(self) -> int:
-        """How many steps other trainings of these parameters have taken."""
-        return sum(count for *_, count in self._ledger.spent) - sum(count for *_, count in self._life.spent)
 
     def epsilon(self, delta: float) -> float:
         """The ε spent so far, for a δ: adding or removing one example, or user, changes no probability by more.
@@ -228,10 +236,10 @@ class Private:
         return partial(spent, self.accountant)
 
     def state_dict(self) -> dict:
-        """What to save beside the model's and the optimizer's states: what was spent, and which step comes next."""
+        """A state to save beside the model's and the optimizer's: what was spent, and which step comes next."""
         return {
-            "lives": self._ledger.state(self._life),
-            "life": self._life.name,
+            "lives": self._ledger.state(self._budget.life),
+            "life": self._budget.life.name,
             "steps": self.steps,
             "identity": asdict(self.now),
             "by_users": self._by_users,
@@ -254,13 +262,8 @@ class Private:
         for name in self.state_dict():
             if name not in state:
                 raise ValueError(f"not the state of a private training: {name!r} is missing")
-        identity, steps = state["identity"], state["steps"]
-        now = asdict(self.mechanism.at(steps))
-        if identity != now:
-            different = "; ".join(
-                f"{k}={shown(identity.get(k))}, now {v!r}" for k, v in now.items() if identity.get(k) != v
-            )
-            raise ValueError(f"the state is of a training with {different}")
+        steps = state["steps"]
+        check_identity(state["identity"], asdict(self.mechanism.at(steps)))
         self._ledger.merge(state["lives"])
         self._by_users = state["by_users"]
         self._enter(self._ledger.life(steps, state["life"]), steps)
@@ -269,25 +272,13 @@ class Private:
 
     def _enter(self, life: Life, steps: int) -> None:
         """Go on in a life, with the step of this number."""
-        self._life, self._randomness.life, self.steps, self._now = life, life.number, steps, None
-        self._plan()
-
-    def _plan(self) -> None:
-        """How many steps ``max_epsilon`` allows, if functions go on as they say now."""
-        sigma, now, first = self.mechanism.noise_multiplier, self._now, self.steps
-
-        @cache
-        def planned(step: int) -> float:
-            return now.noise_multiplier if now and step == first else sigma(step)
-
-        self._planned = replace(self.mechanism, noise_multiplier=planned) if callable(sigma) else self.mechanism
-        before, self._planned_beside = self._ledger.spent, self._others()
-        self.max_steps = self._planned.steps_within(*self._limit, self.steps, before) if self._limit else math.inf
+        self._randomness.life = life.number
+        self._budget.enter(life, steps)
 
     def _check(self) -> None:
         """Refuse a step of something else than what was seen in the beginning."""
         self._processes.check()
-        if self._life.steps != self.steps:
+        if self._budget.life.steps != self.steps:
             raise RuntimeError(
                 f"another training has gone on from step {self.steps} of this one's state, whose noise is out: go on "
                 "with that one, or load its state_dict()"
@@ -296,30 +287,8 @@ class Private:
             raise RuntimeError(f"a step beyond the {self.max_steps} that max_epsilon allows")
         if isinstance(self._gradients, Watched) and not self.model.training:
             raise RuntimeError("the model is in evaluation mode: call model.train() before private.step")
-        known = {id(p) for p in self._learning.values()}
-        there = [p for module in modules_of(self.model) for p in module._parameters.values() if p is not None]
-        if known != {id(p) for p in there if p.requires_grad}:
-            now = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
-            new = [name for key, name in now.items() if key not in known]
-            gone = [name for name, p in self._learning.items() if id(p) not in now]
-            what = f"{new[0]} learns, which was not there" if new else f"{gone[0]} learns no more"
-            raise RuntimeError(
-                f"{what} when make_private was called: freeze, unfreeze and replace layers, and load with assign=True, "
-                "before; or call make_private again, and go on with load_state_dict(state_dict())"
-            )
-        learning = learned(self.optimizer)
-        if learning != known:
-            raise RuntimeError(
-                f"the optimizer has {len(learning)} parameters that learn, make_private saw {len(known)}: freeze "
-                "and unfreeze before make_private"
-            )
-        for p in (p for group in self.optimizer.param_groups for p in group["params"]):
-            if p.grad is not None and p.grad.any():  # zero_grad(set_to_none=False) leaves zeros
-                name = next((name for name, each in self.model.named_parameters() if each is p), "a parameter")
-                raise RuntimeError(
-                    f"{name} has a gradient that was not clipped: no backward() beside private.step, which gives the "
-                    "optimizer its gradients; optimizer.zero_grad() drops this one"
-                )
+        check_model(self.model, self._learning)
+        check_optimizer(self.optimizer, self.model, self._learning)
 
     def _parts(self, sample: Sample | list, users) -> Iterator[Part]:
         """The parts of the next step."""
@@ -341,28 +310,38 @@ class Private:
 
     def _sums(self, parts: Iterable[Part]) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The sums of the clipped gradients of examples, or of users; and the losses."""
-        clip, layers, losses = self.now.clip, self._recorder.layers, []
+        clip = self.now.clip
         totals: dict[str, torch.Tensor] = {}
-        unfinished: dict[str, torch.Tensor] = {}  # of a user with more examples than fit into one part
+        of_one_user: dict[str, torch.Tensor] = {}  # unclipped, of a user with more examples than fit into one part
+        losses = []
         for part in parts:
-            owners = divisors = None
-            if part.owners is not None:
-                owners, divisors = numbered(part.owners, part.count), torch.tensor(self._sizes(part.owners))
-            split = part.goes_on or bool(unfinished)
-            batch, look = self._moved(part.batch), part.look
-            look = look and replace(look, among=self._moved(look.among))
-            bound = UNCLIPPED if split else clip
-            sums, _, found = self._gradients.sums(batch, part.count, bound, owners, divisors, look)
-            losses.append(found)
-            if split:
-                unfinished = _added(unfinished, sums)
+            is_split = part.goes_on or bool(of_one_user)
+            sums, part_losses = self._sums_of(part, UNCLIPPED if is_split else clip)
+            losses.append(part_losses)
+            if is_split:
+                of_one_user = _added(of_one_user, sums)
                 if part.goes_on:
                     continue
-                sums, _ = clip_dense({name: part[None] for name, part in unfinished.items()}, clip, layers)
-                unfinished = {}
+                one = {name: total[None] for name, total in of_one_user.items()}  # a batch of this user
+                sums, _ = clip_dense(one, clip, self._recorder.layers)
+                of_one_user = {}
             totals = _added(totals, sums)
-        totals = totals or {name: zeros_for(p) for name, p in self._learning.items()}
+        if not totals:
+            totals = {name: zeros_for(p) for name, p in self._learning.items()}
         return totals, torch.cat(losses) if losses else torch.zeros(0)
+
+    def _sums_of(self, part: Part, clip: Clip) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        """The sums of a part's clipped gradients, and its losses."""
+        owners = divisors = None
+        if part.owners is not None:
+            owners = numbered(part.owners, part.count)
+            divisors = torch.tensor(self._sizes(part.owners))
+        look = part.look
+        if look is not None:
+            look = replace(look, among=self._moved(look.among))
+        batch = self._moved(part.batch)
+        sums, _, losses = self._gradients.sums(batch, part.count, clip, owners, divisors, look)
+        return sums, losses
 
     def _sizes(self, owners: Sequence[Hashable]) -> list[int]:
         """How many losses each example's user has the mean of."""
@@ -381,17 +360,15 @@ class Private:
 
     def _add_noise(self, sums: dict[str, torch.Tensor]) -> None:
         """Noise, once for all processes, and the sum over them."""
-        std = self.now.noise_multiplier * self.now.clip.sensitivity
+        now = self.now
+        std = now.noise_multiplier * now.clip.sensitivity
         if std and self._processes.rank == 0:
             self._randomness.add_noise(sums, std, self.steps)
         self._processes.sum(sums)
 
     def _spend(self, sample: Sample | list) -> None:
         """Write down the step that is about to be released."""
-        self._life.spend(self.now.noise_multiplier, self.mechanism.sample_rate)
-        self.steps = self._life.steps = self.steps + 1
-        self._now = None
-        self._ledger.record(self._life)
+        self._budget.spend()
         if self._samples:
             self._samples.use(sample)
 
@@ -408,9 +385,9 @@ class Private:
 
 
 def _added(totals: dict[str, torch.Tensor], sums: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name: totals[name].add_(part) if totals else part for name, part in sums.items()}
-
-
-def learned(optimizer: torch.optim.Optimizer) -> set[int]:
-    """The ids of the parameters that an optimizer changes."""
-    return {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    """The totals, to which the sums are added in place; of no totals, the sums."""
+    if not totals:
+        return sums
+    for name, part in sums.items():
+        totals[name].add_(part)
+    return totals

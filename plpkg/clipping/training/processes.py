@@ -32,10 +32,10 @@ class Processes:
         RuntimeError
             Processes came or went, which would train apart.
         """
-        if _group() != (self.rank, self.count):
+        rank, count = _group()
+        if (rank, count) != (self.rank, self.count):
             raise RuntimeError(
-                f"{self.count} process(es) when make_private was called, {_group()[1]} now: begin the process group "
-                "before"
+                f"{self.count} process(es) when make_private was called, {count} now: begin the process group before"
             )
 
     def agree(self, model: nn.Module, what: dict) -> None:
@@ -52,7 +52,8 @@ class Processes:
         everybodys: list = [None] * self.count
         distributed.all_gather_object(everybodys, what | {"parameters": shapes})
         for rank, theirs in enumerate(everybodys):
-            if different := [key for key, value in everybodys[0].items() if theirs[key] != value]:
+            different = [key for key, value in everybodys[0].items() if theirs[key] != value]
+            if different:
                 raise ValueError(f"process {rank} has other {', '.join(different)} than process 0")
         for tensor in (*model.parameters(), *model.buffers()):
             distributed.broadcast(tensor.detach(), src=0)
@@ -60,8 +61,9 @@ class Processes:
     def sum(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The sums over all processes, in the same tensors."""
         if self.count > 1:
-            for waiting in [distributed.all_reduce(part, async_op=True) for part in parts.values()]:
-                waiting.wait()
+            under_way = [distributed.all_reduce(part, async_op=True) for part in parts.values()]
+            for work in under_way:
+                work.wait()
         return parts
 
 
@@ -81,9 +83,11 @@ def check_whole(model: nn.Module) -> None:
     """
     for module in model.modules():
         kinds = {kind.__name__ for kind in type(module).__mro__}
-        if sharded := kinds & {"FSDPModule", "FullyShardedDataParallel"}:
+        sharded = kinds & {"FSDPModule", "FullyShardedDataParallel"}
+        if sharded:
             raise ValueError(f"{sharded.pop()} shards parameters, and an example's gradient with them: not supported")
-        if wrapped := kinds & {"DistributedDataParallel", "DataParallel"}:
+        wrapped = kinds & {"DistributedDataParallel", "DataParallel"}
+        if wrapped:
             raise ValueError(
                 f"{wrapped.pop()} averages gradients before they are clipped: give the model itself (.module); its "
                 "clipped sums are added up over all processes"

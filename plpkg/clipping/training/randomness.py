@@ -47,7 +47,8 @@ class Randomness:
     def __init__(self, seed: int | None = None, *, secure: bool = False) -> None:
         if secure and seed is not None:
             raise ValueError(f"secure=True takes no seed, got seed={seed!r}: noise that can be repeated can be removed")
-        self.secure, self.life = secure, 0
+        self.secure = secure
+        self.life = 0
         self._seed = secrets.randbits(128) if seed is None else whole_number("seed", seed, 0)
         self._process = os.getpid()
         self._stream = Cipher(algorithms.ChaCha20(secrets.token_bytes(32), bytes(16)), mode=None).encryptor()
@@ -58,10 +59,12 @@ class Randomness:
         for total in sums.values():
             for part in total.view(-1).split(BLOCK):
                 if self.secure:
-                    part.copy_(self._normal(len(part)).to(part.device).mul_(std).add_(part))
+                    noise = self._normal(len(part)).to(part.device).mul_(std)
+                    part.copy_(noise.add_(part))  # added up in float64, and rounded once
                 else:
-                    exact = np.float64 if part.dtype is torch.float64 else np.float32
-                    part.add_(torch.from_numpy(generator.standard_normal(len(part), dtype=exact)).to(part), alpha=std)
+                    dtype = np.float64 if part.dtype is torch.float64 else np.float32
+                    noise = torch.from_numpy(generator.standard_normal(len(part), dtype=dtype))
+                    part.add_(noise.to(part), alpha=std)
 
     def sample(self, size: int, rate: float, draw: int) -> list[int]:
         """Which of ``size`` are taken, each with probability ``rate``, independently."""
@@ -73,21 +76,27 @@ class Randomness:
         return int(self._generator(purpose, draw).integers(2**63))
 
     def _generator(self, purpose: str, draw: int) -> np.random.Generator:
-        return self._generated(f"{self._seed} {purpose} {f'{self.life} {draw}' if self.life else draw}")
+        place = f"{self.life} {draw}" if self.life else draw
+        return self._generated(f"{self._seed} {purpose} {place}")
 
     @staticmethod
     def _generated(key: str) -> np.random.Generator:
         digest = hashlib.sha256(key.encode()).digest()
-        return np.random.Generator(np.random.Philox(key=int.from_bytes(digest[:16], "little")))
+        philox_key = int.from_bytes(digest[:16], "little")
+        return np.random.Generator(np.random.Philox(key=philox_key))
 
     def _uniform(self, *shape: int) -> torch.Tensor:
         """Numbers in [0, 1) with 53 bits, float64."""
         if os.getpid() != self._process:
             raise RuntimeError("a process that was forked would draw the noise of the other: make_private again in it")
-        words = torch.frombuffer(bytearray(self._stream.update(bytes(8 * math.prod(shape)))), dtype=torch.int64)
+        zeros = bytes(8 * math.prod(shape))
+        stream = self._stream.update(zeros)  # the cipher's own bits
+        words = torch.frombuffer(bytearray(stream), dtype=torch.int64)
         return words.bitwise_and_(2**53 - 1).double().mul_(2.0**-53).view(shape)
 
     def _normal(self, count: int) -> torch.Tensor:
-        """Half the sum of four normal numbers each, by Box and Muller; 1 − u is never 0."""
+        """Half the sum of four normal numbers each, by Box and Muller: √(−2·ln(1 − u))·cos(2πv); 1 − u is never 0."""
         radius = self._uniform(4, count).neg_().log1p_().mul_(-2).sqrt_()
-        return radius.mul_(self._uniform(4, count).mul_(2 * math.pi).cos_()).sum(0).div_(2)
+        cosine = self._uniform(4, count).mul_(2 * math.pi).cos_()
+        normal = radius.mul_(cosine)
+        return normal.sum(0).div_(2)

@@ -9,6 +9,7 @@ import copy
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from random import SystemRandom
 
 import torch
@@ -66,7 +67,10 @@ class Sample:
     @property
     def indices(self) -> tuple[int, ...]:
         """The examples' places in the data set."""
-        return tuple(index for piece in self.pieces for index in piece.indices)
+        indices: list[int] = []
+        for piece in self.pieces:
+            indices += piece.indices
+        return tuple(indices)
 
     def batches(self) -> Iterator:
         """Each piece, collated by itself. They are to look at: ``step`` collates its own."""
@@ -129,26 +133,35 @@ class Samples:
         members: dict[Hashable, list[int]] = {}
         for index, key in enumerate(keys):
             members.setdefault(key, []).append(index)
-        self.members, self.steps = members, len(loader)
+        self.members = members
+        self.steps = len(loader)
         self.rate = 1 / self.steps
-        self._limit, self._randomness, self._processes = limit, randomness, processes
+        self._limit = limit
+        self._randomness = randomness
+        self._processes = processes
         self._drawn: dict[int, tuple[Sample, tuple[Piece, ...]]] = {}
         self._batches: list[Iterator] = []  # one, or none, of the pieces from that of sample `_next` on
         # Its workers end with this. A garbage collector that found both at once would first close the queues by which
         # they are told to end, and wait five seconds for each.
         weakref.finalize(self, self._batches.clear)
         self._next = 0
-        self._loader, self._collate = loader, _Collate(loader.collate_fn)
+        self._loader = loader
+        self._collate = _Collate(loader.collate_fn)
 
     def sample(self, number: int) -> Sample:
         """The sample of a step; the same until it is used."""
         if number not in self._drawn:
             keys = list(self.members)
             drawn = self._randomness.sample(len(keys), self.rate, number)
-            pieces = tuple(self._pieces([keys[place] for place in self._processes.share(drawn)]))
-            users = None if self.names is None else tuple(user for piece in pieces for user in piece.users)
-            self._drawn[number] = Sample(number, pieces, users, self._collated), pieces
-        return self._drawn[number][0]
+            ours = [keys[place] for place in self._processes.share(drawn)]
+            pieces = tuple(self._pieces(ours))
+            users = None
+            if self.names is not None:
+                users = tuple(chain.from_iterable(piece.users for piece in pieces))
+            sample = Sample(number, pieces, users, self._collated)
+            self._drawn[number] = (sample, pieces)
+        sample, _ = self._drawn[number]
+        return sample
 
     def collated(self, sample: Sample) -> Iterator[Part]:
         """The parts of the next step's sample, now and then with a look whether examples are mixed."""
@@ -161,7 +174,8 @@ class Samples:
         for piece in sample.pieces:
             batch, look = next(batches[0])
             yield Part(batch, len(piece.indices), piece.users, piece.goes_on, look)
-        self._batches[:], self._next = batches, sample.number + 1
+        self._batches[:] = batches
+        self._next = sample.number + 1
 
     def is_drawn(self, sample: Sample) -> bool:
         """Whether a sample is one of this training's that nobody has used, as it was drawn."""
@@ -177,7 +191,7 @@ class Samples:
         self._batches.clear()
 
     def forget(self) -> None:
-        """What was drawn ahead is not used: a state was loaded."""
+        """Drop the samples that were drawn ahead: a state was loaded."""
         self._drawn.clear()
         self.stop()
 
@@ -204,6 +218,7 @@ class Samples:
         return self._loader.collate_fn([self._loader.dataset[index] for index in piece.indices])
 
     def _pieces(self, keys: Sequence[Hashable]) -> Iterator[Piece]:
+        """Whole users, as many as fit; a user with more than the limit alone, in several pieces."""
         indices: list[int] = []  # of the piece that begins
         for key in keys:
             theirs = self.members[key]
@@ -214,8 +229,8 @@ class Samples:
                 indices = indices + theirs
                 continue
             for start in range(0, len(theirs), self._limit):
-                part = theirs[start : start + self._limit]
-                yield self._piece(part, goes_on=start + self._limit < len(theirs))
+                end = start + self._limit
+                yield self._piece(theirs[start:end], goes_on=end < len(theirs))
         if indices:
             yield self._piece(indices)
 
@@ -239,30 +254,43 @@ class _Collate:
         self._given = 0
 
     def __call__(self, items: list) -> tuple[object, Look | None]:
-        looks = len(items) > 1 and (self._given < FIRST or _RANDOM.randrange(SELDOM) == 0)
-        self._given += len(items) > 1
         state = RandomState()
-        look = self._look(items, state) if looks else None
+        look = None
+        if len(items) > 1:
+            if self._given < FIRST or _RANDOM.randrange(SELDOM) == 0:
+                look = self._look(items, state)
+            self._given += 1
         state.restore()
         return self.collate(items), look
 
     def _look(self, items: list, state: RandomState) -> Look | None:
         """All others are replaced by one of them; where that shortens the batch, half, and the rest change places."""
         try:
-            shapes = [leaf.shape for leaf in leaves(self.collate(copy.deepcopy(items)))]
+            shapes = _shapes(self.collate(copy.deepcopy(items)))
             for attempt in range(8):
-                kept, *others = _RANDOM.sample(range(len(items)), len(items))
-                replaced = len(others) if attempt < 3 else (len(others) + 1) // 2
-                copied = others[-1] if len(others) > 1 else kept
-                places = iter(_RANDOM.sample([*[copied] * replaced, *others[replaced:]], len(others)))
-                among = [kept if place == kept else next(places) for place in range(len(items))]
+                kept, among = _others_around(len(items), by_half=attempt >= 3)
                 state.restore()
-                batch = self.collate(copy.deepcopy([items[i] for i in among]))
-                if [leaf.shape for leaf in leaves(batch)] == shapes:
+                batch = self.collate(copy.deepcopy([items[place] for place in among]))
+                if _shapes(batch) == shapes:
                     return Look(kept, batch)
         except Exception:  # it, or a copy of what it is given, may have any reason not to be had
             return None
         return None
+
+
+def _shapes(batch: object) -> list[torch.Size]:
+    return [leaf.shape for leaf in leaves(batch)]
+
+
+def _others_around(count: int, by_half: bool) -> tuple[int, list[int]]:
+    """The place of one of ``count`` examples, which stays; and which example comes to each place."""
+    kept, *others = _RANDOM.sample(range(count), count)
+    replaced = (len(others) + 1) // 2 if by_half else len(others)
+    copied = others[-1] if len(others) > 1 else kept
+    rest = [copied] * replaced + others[replaced:]
+    moved = iter(_RANDOM.sample(rest, len(rest)))
+    among = [kept if place == kept else next(moved) for place in range(count)]
+    return kept, among
 
 
 def own_parts(batches: list, users: Iterable[Hashable] | torch.Tensor | None) -> Iterator[Part]:
@@ -277,12 +305,17 @@ def own_parts(batches: list, users: Iterable[Hashable] | torch.Tensor | None) ->
         raise RuntimeError(f"step takes a list of batches, [batch], got a {type(batches).__name__}")
     counts = [batch_size(batch) for batch in batches]
     names = None if users is None else named(users, sum(counts))
-    parts, begin, earlier = [], 0, set()
+    parts = []
+    begin = 0
+    earlier: set[Hashable] = set()
     for batch, count in zip(batches, counts, strict=True):
-        owners = None if names is None else names[begin : begin + count]
-        if split := [owner for owner in owners or () if owner in earlier]:
-            raise ValueError(f"user {split[0]!r} has examples in two batches: keep a user's together")
-        earlier |= set(owners or ())
+        owners = None
+        if names is not None:
+            owners = names[begin : begin + count]
+            for owner in owners:
+                if owner in earlier:
+                    raise ValueError(f"user {owner!r} has examples in two batches: keep a user's together")
+            earlier.update(owners)
         parts.append(Part(batch, count, owners))
         begin += count
     return iter(parts)
@@ -297,24 +330,16 @@ def loader_of(dataset, batch_size: int | None) -> DataLoader:
         It cannot be sampled from by number, is empty, or samples in a way of its own.
     """
     if not isinstance(dataset, DataLoader):
-        if batch_size is None:
-            raise ValueError("batch_size, the expected number of examples in a step, is missing")
-        whole_number("batch_size", batch_size, 1)
-        by_number = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-        if not by_number or isinstance(dataset, (IterableDataset, Mapping)):
-            kind = type(dataset).__name__
-            raise ValueError(f"dataset must give examples by number, dataset[i], for Poisson sampling, got a {kind}")
-        if len(dataset) == 0:
-            raise ValueError("dataset has no examples")
-        return DataLoader(dataset, batch_size=batch_size)
+        return _loader_of_examples(dataset, batch_size)
     if batch_size is not None:
         raise ValueError(f"the data loader has a batch_size, {dataset.batch_size}: leave batch_size={batch_size} out")
     if isinstance(dataset.dataset, IterableDataset):
         kind = type(dataset.dataset).__name__
         raise ValueError(f"Poisson sampling needs examples by number, got the data loader of a {kind}")
     sampler = dataset.sampler
-    ordinary = isinstance(sampler, (SequentialSampler, RandomSampler)) and not getattr(sampler, "replacement", False)
-    if not ordinary or len(sampler) != len(dataset.dataset):
+    is_ordinary = isinstance(sampler, (SequentialSampler, RandomSampler))
+    replaces = getattr(sampler, "replacement", False)
+    if not is_ordinary or replaces or len(sampler) != len(dataset.dataset):
         raise ValueError(
             f"the data loader samples with a {type(sampler).__name__} of its own; Poisson sampling takes its place, "
             "from all examples: give a torch.utils.data.Subset for some of them (and to each of several processes the "
@@ -325,3 +350,16 @@ def loader_of(dataset, batch_size: int | None) -> DataLoader:
     if len(dataset) == 0:
         raise ValueError(f"the data loader gives no batch from {len(dataset.dataset)} examples")
     return dataset
+
+
+def _loader_of_examples(dataset, batch_size: int | None) -> DataLoader:
+    if batch_size is None:
+        raise ValueError("batch_size, the expected number of examples in a step, is missing")
+    whole_number("batch_size", batch_size, 1)
+    by_number = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
+    if not by_number or isinstance(dataset, (IterableDataset, Mapping)):
+        kind = type(dataset).__name__
+        raise ValueError(f"dataset must give examples by number, dataset[i], for Poisson sampling, got a {kind}")
+    if len(dataset) == 0:
+        raise ValueError("dataset has no examples")
+    return DataLoader(dataset, batch_size=batch_size)

@@ -16,7 +16,7 @@ from plpkg.clipping.training.private import Private
 from plpkg.clipping.training.samples import Sample
 
 FILE = "private.safetensors"
-"""What a checkpoint has of the private training."""
+"""The file in a checkpoint with the private training's state."""
 
 
 class PrivateTrainer(Trainer):
@@ -59,7 +59,9 @@ class PrivateTrainer(Trainer):
         _check(args, more)
         args.ignore_data_skip = True  # the samples go on by themselves
         super().__init__(model, args, **more)
-        self._make_private, self._losses, self.private = private, losses, None
+        self._make_private = private
+        self._losses = losses
+        self.private = None
 
     def get_train_dataloader(self) -> "Epochs":
         """The samples, an epoch at a time."""
@@ -100,7 +102,8 @@ class PrivateTrainer(Trainer):
     def _prepare_for_training(self, max_steps: int, train_dataloader: "Epochs", resume_from_checkpoint):
         """An optimizer and a scheduler; and the private training in the place of accelerate's wrappers."""
         if self._created_lr_scheduler:
-            self.lr_scheduler, self._created_lr_scheduler = None, False
+            self.lr_scheduler = None
+            self._created_lr_scheduler = False
         if isinstance(self.optimizer, Stepped):  # of a call of train before
             self.optimizer = self.optimizer._optimizer
         self.create_optimizer()
@@ -149,14 +152,17 @@ class Epochs:
     """The samples of a Trainer's private training: each loop gives those that the epoch still has."""
 
     def __init__(self, trainer: PrivateTrainer, loader: DataLoader) -> None:
-        self._trainer, self.loader, self.dataset = trainer, loader, loader.dataset
+        self._trainer = trainer
+        self.loader = loader
+        self.dataset = loader.dataset
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Sample]:
         private = self._trainer.private
-        return islice(private, len(self) - private.steps % len(self))
+        taken = private.steps % len(self)
+        return islice(private, len(self) - taken)
 
 
 def _check(args: TrainingArguments, more: dict) -> None:
