@@ -6,7 +6,8 @@ up to ``(out_features)``. Only M learns; it starts at zero, so that the model st
 from a seed and each module's name, so that the cloud can have them without the device, and a saved adapter
 is M and a few numbers. (Wang et al. 2023, arXiv 2311.14030.)
 
-:mod:`plpkg.residual.config` has the settings, :mod:`plpkg.residual.methods` tells PEFT of the method.
+:mod:`plpkg.residual.config` has the settings, :mod:`plpkg.residual.tuners` puts the layers into a model, and
+:mod:`plpkg.residual.methods` tells PEFT of the method.
 
 Left out: quantised base layers, dropout, and LoRA's scaling ``alpha / r``, which the publication does not have.
 A fused projection (Phi-3's ``qkv_proj``, GPT-2's ``c_attn``) is one projection with one M.
@@ -26,7 +27,7 @@ from transformers.pytorch_utils import Conv1D
 from plpkg.residual.config import PrivateLoraConfig, ProjectionConfig
 
 NO_ADAPTER = "__base__"
-"""What PEFT calls the adapter of a row that has none."""
+"""PEFT's name for the adapter of a row that has none."""
 
 
 class PrivateLoraLayer(nn.Module, BaseTunerLayer):
@@ -60,10 +61,12 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         self.cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
 
     def residual(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
-        """What an adapter adds to the output for ``x`` ``(..., in_features)``: ``(..., out_features)``."""
+        """B(M(A x)), added to the output for ``x`` ``(..., in_features)``: ``(..., out_features)``."""
         m = self.privatelora_M[adapter_name]
-        a, b = (p[adapter_name].to(m.weight.dtype) for p in (self.privatelora_A, self.privatelora_B))
-        u = nn.functional.linear(self._cast_input_dtype(x, m.weight.dtype), a)  # (..., r_c2d), goes to the device
+        dtype = m.weight.dtype
+        a = self.privatelora_A[adapter_name].to(dtype)
+        b = self.privatelora_B[adapter_name].to(dtype)
+        u = nn.functional.linear(self._cast_input_dtype(x, dtype), a)  # (..., r_c2d), goes to the device
         v = m(u)  # (..., r_d2c), comes back
         return nn.functional.linear(v, b)
 
@@ -88,15 +91,18 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         return result.to(dtype)
 
     def _arriving(self, residual: torch.Tensor, adapter_name: str) -> torch.Tensor | int:
-        """What an adapter adds here: its residual; if it is late, that of the layer before."""
+        """The residual that an adapter adds here: its own; if it is late, that of the layer before."""
         if adapter_name not in self.late:
             return residual
-        under_way, first, last = self.late[adapter_name]
-        before = 0 if first else under_way.residual
+        under_way, is_first, is_last = self.late[adapter_name]
+        before = 0 if is_first else under_way.residual
         if before is None:
             raise RuntimeError(f"nothing has reached {self.module}: a late adapter takes no gradient checkpointing")
-        under_way.residual = None if last else residual
-        return before + residual if last else before
+        if is_last:  # no layer comes to add its own
+            under_way.residual = None
+            return before + residual
+        under_way.residual = residual
+        return before
 
     def update_layer(self, adapter_name: str, config: PrivateLoraConfig) -> None:
         """Add an adapter: A and B as configured, M zero."""
@@ -107,8 +113,9 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         nn.init.zeros_(self.privatelora_M[adapter_name].weight)
         self._move_adapter_to_device_of_base_layer(adapter_name)
         here = self.get_base_layer().weight.device
-        projections = (self.privatelora_A, a.to(here)), (self.privatelora_B, b.to(here))
-        keep_projections(self.module, adapter_name, config, *projections)  # after the move, which rounds
+        keep_projections(  # after the move, which rounds
+            self.module, adapter_name, config, (self.privatelora_A, a.to(here)), (self.privatelora_B, b.to(here))
+        )
         self.late.pop(adapter_name, None)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
@@ -117,8 +124,12 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         if adapter_name in self.late:
             raise ValueError(f"{adapter_name!r} is late: what {self.module} adds is no part of its own weight")
         m = self.privatelora_M[adapter_name].weight
-        delta = self.privatelora_B[adapter_name].to(m.dtype) @ m @ self.privatelora_A[adapter_name].to(m.dtype)
-        return delta.T if isinstance(self.get_base_layer(), Conv1D) else delta
+        a = self.privatelora_A[adapter_name].to(m.dtype)
+        b = self.privatelora_B[adapter_name].to(m.dtype)
+        delta = b @ m @ a  # (out_features, in_features)
+        if isinstance(self.get_base_layer(), Conv1D):
+            return delta.T
+        return delta
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         """Add the active adapters' B·M·A to the base weight; with ``safe_merge`` only if all stays finite."""
@@ -136,7 +147,8 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         """Take the merged adapters out again, up to rounding."""
         while self.merged_adapters:
             weight = self.get_base_weight()
-            self.set_base_weight((weight - self.get_delta_weight(self.merged_adapters.pop())).to(weight.dtype))
+            delta = self.get_delta_weight(self.merged_adapters.pop())
+            self.set_base_weight((weight - delta).to(weight.dtype))
 
     def supports_lora_conversion(self, adapter_name: str = "default") -> bool:
         return adapter_name not in self.late
@@ -180,21 +192,23 @@ def as_places(tensor: torch.Tensor, places: tuple[int, ...], first: int = 0) -> 
     ValueError
         There are not as many.
     """
-    head, width = tensor.shape[:first], tensor.shape[-1]
-    if tensor.shape[first:-1].numel() != math.prod(places):
+    read = tensor.shape[first:-1]
+    if read.numel() != math.prod(places):
         raise ValueError(
-            f"an adapted module reads {tuple(tensor.shape[first:-1])} places where the text has {places}, as one that "
+            f"an adapted module reads {tuple(read)} places where the text has {places}, as one that "
             "reads its cache again does: adapt other modules"
         )
-    return tensor.reshape(*head, *places, width)
+    return tensor.reshape(*tensor.shape[:first], *places, tensor.shape[-1])
 
 
 def rows_of(adapter_names: Sequence[str], x: torch.Tensor) -> dict[str, torch.Tensor]:
     """The rows of ``(batch, …)`` that each adapter is for: PEFT's ``model(…, adapter_names=[…])``."""
     if len(adapter_names) != len(x):
         raise ValueError(f"adapter_names has {len(adapter_names)} names for a batch of {len(x)}")
-    chosen = [name for name in dict.fromkeys(adapter_names) if name != NO_ADAPTER]
-    indices = {name: [i for i, other in enumerate(adapter_names) if other == name] for name in chosen}
+    indices: dict[str, list[int]] = {}
+    for row, name in enumerate(adapter_names):
+        if name != NO_ADAPTER:
+            indices.setdefault(name, []).append(row)
     return {name: torch.tensor(rows, device=x.device) for name, rows in indices.items()}
 
 
@@ -206,7 +220,7 @@ class PerThread(threading.local):
 
 
 class UnderWay(PerThread):
-    """What the projections of one name add one layer late, on its way from each to the next."""
+    """The residual that the projections of one name add one layer late, on its way from each to the next."""
 
     def __init__(self) -> None:
         self.residual: torch.Tensor | None = None

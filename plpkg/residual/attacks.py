@@ -1,4 +1,4 @@
-"""What the cloud learns from PrivateLoRA's messages (arXiv 2311.14030): tokens in, tokens out, and M.
+"""Attacks of the cloud on PrivateLoRA's messages (arXiv 2311.14030): tokens in, tokens out, and M.
 
 The cloud computes as agreed, keeps every message, and knows what is public: weights, the cut, and text of its own.
 
@@ -33,7 +33,7 @@ CHUNK = 2048
 
 
 class Heard:
-    """What a listening cloud has received and sent, all devices together.
+    """Tensors that a listening cloud has received and sent, all devices together.
 
     Attributes
     ----------
@@ -54,7 +54,9 @@ class _Tapped:
     """A transport that is listened to; its backward pass is not."""
 
     def __init__(self, transport: Transport, heard: Heard) -> None:
-        self._transport, self._heard, self.backward = transport, heard, transport.backward
+        self._transport = transport
+        self._heard = heard
+        self.backward = transport.backward
 
     def send(self, group: int, u: torch.Tensor) -> None:
         self._heard.u.setdefault(group, []).append(u)
@@ -68,8 +70,13 @@ class _Tapped:
 
 def listen(part: CloudPart) -> Heard:
     """Keep all that a cloud's part gets and sends from now on: ``CloudServer.part``, before a device connects."""
-    heard, connect = Heard(), part.connect
-    part.connect = lambda transport: connect(transport and _Tapped(transport, heard))
+    heard = Heard()
+    connect = part.connect
+
+    def tapped(transport: Transport | None) -> None:
+        connect(None if transport is None else _Tapped(transport, heard))
+
+    part.connect = tapped
     part.register_forward_pre_hook(lambda _, given: heard.hidden.append(given[0].detach()))
     return heard
 
@@ -93,7 +100,7 @@ def relative_error(estimate: torch.Tensor, truth: torch.Tensor) -> float:
 
 
 def public_table(model) -> torch.Tensor:
-    """What the embedding gives for every token, ``(vocab, hidden)``: its weight, times the scale that Gemma has."""
+    """The embedding of every token, ``(vocab, hidden)``: its weight, times the scale that Gemma has."""
     embedding = model.get_input_embeddings()
     with torch.no_grad():
         return embedding(torch.arange(len(embedding.weight), device=embedding.weight.device))
@@ -126,11 +133,13 @@ def _nearest(queries: torch.Tensor, keys: torch.Tensor, n: int = 1) -> torch.Ten
     index = torch.zeros(len(flat), n, dtype=torch.int64, device=flat.device)
     for start in range(0, len(keys), CHUNK):
         rows = keys[start : start + CHUNK].detach().to(flat.device, torch.float64)
-        for at in (slice(i, i + CHUNK) for i in range(0, len(flat), CHUNK)):
-            new = flat[at].double() @ rows.T - rows.square().sum(1) / 2  # (positions, rows)
-            ids = torch.arange(start, start + len(rows), device=flat.device).expand(len(new), -1)
-            score[at], order = torch.cat([score[at], new], 1).topk(n)
-            index[at] = torch.cat([index[at], ids], 1).gather(1, order)
+        ids = torch.arange(start, start + len(rows), device=flat.device)
+        for first in range(0, len(flat), CHUNK):
+            chunk = slice(first, first + CHUNK)
+            new = flat[chunk].double() @ rows.T - rows.square().sum(1) / 2  # (positions, rows)
+            best, order = torch.cat([score[chunk], new], 1).topk(n)  # of those before, and these
+            score[chunk] = best
+            index[chunk] = torch.cat([index[chunk], ids.expand(len(new), -1)], 1).gather(1, order)
     return index.reshape(*queries.shape[:-1], n)
 
 
@@ -138,7 +147,7 @@ def _nearest(queries: torch.Tensor, keys: torch.Tensor, n: int = 1) -> torch.Ten
 def exchanges(
     model: PeftModel, anchors: Iterable[torch.Tensor], adapter_name: str = "default"
 ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-    """What each M received and answered on a text.
+    """Pairs of what each M received and answered on a text.
 
     Parameters
     ----------
@@ -161,8 +170,8 @@ def exchanges(
 
     def keep(name: str):
         def hook(_, arguments, output):
-            pair = (arguments[0], output)
-            seen.setdefault(name, []).append(tuple(t.detach().double().flatten(0, -2).cpu() for t in pair))
+            u, v = (tensor.detach().double().flatten(0, -2).cpu() for tensor in (arguments[0], output))
+            seen.setdefault(name, []).append((u, v))
 
         return hook
 
@@ -181,10 +190,13 @@ def exchanges(
         raise ValueError(
             f"nothing went through any M of {adapter_name!r}: there are no anchors, or it is merged or switched off"
         )
-    exchanged = {name: tuple(torch.cat(parts) for parts in zip(*pairs, strict=True)) for name, pairs in seen.items()}
-    for name, pair in exchanged.items():
-        if not all(each.isfinite().all() for each in pair):
+    exchanged = {}
+    for name, calls in seen.items():
+        u = torch.cat([u for u, _ in calls])
+        v = torch.cat([v for _, v in calls])
+        if not (u.isfinite().all() and v.isfinite().all()):
             raise ValueError(f"what goes through the M of {name} is not finite")
+        exchanged[name] = (u, v)
     return exchanged
 
 
@@ -206,12 +218,13 @@ def recover_m(u: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def pairs(u: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """What went in and came out, checked, as float64 ``(n, r_c2d)`` and ``(n, r_d2c)``."""
+    """Inputs and answers of M, checked, as float64 ``(n, r_c2d)`` and ``(n, r_d2c)``."""
     if u.shape[:-1] != v.shape[:-1] or u.ndim < 2 or not (u.numel() and v.numel()):
         raise ValueError(f"u {tuple(u.shape)} and v {tuple(v.shape)} are not pairs for at least one token")
-    if not all(t.isfinite().all() for t in (u, v)):
+    if not (u.isfinite().all() and v.isfinite().all()):
         raise ValueError("u and v must be finite")
-    return tuple(t.detach().cpu().double().flatten(0, -2) for t in (u, v))
+    u, v = (tensor.detach().cpu().double().flatten(0, -2) for tensor in (u, v))
+    return u, v
 
 
 @torch.enable_grad()
@@ -244,20 +257,28 @@ def imitate_ladder(
         raise ValueError("the part has no ladder: no M stands before its norm")
     require_tokens(tokens, part.embedding.num_embeddings)
     number("temperature", temperature, open_low=True)
-    generator, m = torch.Generator().manual_seed(seed), part.tail.m.requires_grad_()
-    held, seen = torch.randperm(n, generator=generator).tensor_split([min(-(-n // 5), CHUNK)])
-    kept, optimizer, best = None, torch.optim.AdamW(m.parameters(), weight_decay=0.0), math.inf
+    generator = torch.Generator().manual_seed(seed)
+    m = part.tail.m.requires_grad_()
+    num_held_out = min(math.ceil(n / 5), CHUNK)
+    held_out, seen = torch.randperm(n, generator=generator).tensor_split([num_held_out])
+    optimizer = torch.optim.AdamW(m.parameters(), weight_decay=0.0)
+    best = math.inf
+    kept: dict | None = None
 
-    def loss(at: torch.Tensor) -> torch.Tensor:
-        logits = part.logits(finals[at].to(part.lm_head.weight))  # (batch, vocab)
-        return torch.nn.functional.cross_entropy(logits / temperature, tokens[at])
+    def loss(pairs: torch.Tensor) -> torch.Tensor:
+        logits = part.logits(finals[pairs].to(part.lm_head.weight))  # (batch, vocab)
+        return torch.nn.functional.cross_entropy(logits / temperature, tokens[pairs])
 
     for step in range(whole_number("steps", steps, 1) + 1):
-        with torch.no_grad():
-            if step % (steps // 16 + 1) == 0 and (now := loss(held).item()) < best:
-                best, kept = now, copy.deepcopy(m.state_dict())
+        if step % (steps // 16 + 1) == 0:
+            with torch.no_grad():
+                now = loss(held_out).item()
+            if now < best:
+                best = now
+                kept = copy.deepcopy(m.state_dict())
         optimizer.zero_grad()
-        loss(seen[torch.randint(len(seen), (256,), generator=generator)]).backward(inputs=list(m.parameters()))
+        batch = seen[torch.randint(len(seen), (256,), generator=generator)]
+        loss(batch).backward(inputs=list(m.parameters()))
         optimizer.param_groups[0]["lr"] = lr * min((step + 1) / 10, 1 - step / steps)
         optimizer.step()
     if kept is None:
@@ -304,21 +325,26 @@ class LinearInverter:
         from sklearn.covariance import oas
 
         number("ridge", ridge, open_low=True)
-        y = hidden.detach().double().reshape(-1, hidden.shape[-1])
-        x = table.detach()[ids.flatten()].double()  # (tokens, hidden)
-        self.mean, centre, n = y.mean(0), x.mean(0), len(x)
-        x, y = x - centre, y - self.mean
-        covariance = x.T @ x / n
-        identity = torch.eye(x.shape[1]).to(x)
+        h = hidden.detach().double().reshape(-1, hidden.shape[-1])  # (tokens, hidden)
+        e = table.detach()[ids.flatten()].double()  # (tokens, hidden)
+        n = len(e)
+        self.mean = h.mean(0)
+        centre = e.mean(0)
+        h = h - self.mean
+        e = e - centre
+        covariance = e.T @ e / n
+        identity = torch.eye(e.shape[1]).to(e)
         shrink = ridge * covariance.trace() / len(identity) * identity
-        v = torch.linalg.solve(covariance + shrink, x.T @ y / n + shrink)
-        noise = torch.from_numpy(oas((y - x @ v).cpu().numpy(), assume_centered=True)[0]).to(x)
-        floor = 1e-12 * y.square().mean() + 1e-6 * noise.trace() / len(noise)
+        v = torch.linalg.solve(covariance + shrink, e.T @ h / n + shrink)
+        residuals = (h - e @ v).cpu().numpy()
+        shrunk, _ = oas(residuals, assume_centered=True)
+        noise = torch.from_numpy(shrunk).to(e)  # the covariance of ε
+        floor = 1e-12 * h.square().mean() + 1e-6 * noise.trace() / len(noise)  # so that it can be inverted
         self.whiten = torch.linalg.cholesky(torch.linalg.inv(noise + floor * identity))
         self.keys = (table.detach().float() - centre.float()) @ (v @ self.whiten).float()  # (vocab, hidden)
 
     def queries(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What is compared with the keys, in a space where the noise is white."""
+        """Vectors to compare with the keys, in a space where the noise is white."""
         return (hidden.detach().double() - self.mean) @ self.whiten
 
     def candidates(self, hidden: torch.Tensor, n: int) -> torch.Tensor:
@@ -333,4 +359,5 @@ class LinearInverter:
 def public_prefix(model, first_k: int) -> DevicePart:
     """The device's part as the cloud can build it: of a model without its private adapter, M = 0, and frozen."""
     adapted = get_peft_model(copy.deepcopy(model), PrivateLoraConfig(r_c2d=1, r_d2c=1))
-    return split(adapted.eval(), first_k)[0].requires_grad_(False)
+    device, _ = split(adapted.eval(), first_k)
+    return device.requires_grad_(False)

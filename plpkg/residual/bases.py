@@ -21,6 +21,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from peft import PeftModel
+from peft.tuners._buffer_dict import BufferDict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -63,14 +64,18 @@ def from_gradients(
         raise ValueError(f"the model needs an adapter {adapter_name!r} with init='given', of this room")
     if isinstance(config, LadderConfig):
         (norm,) = (module for module in model.modules() if isinstance(module, LadderNorm))
-        adapted, learnt = taps(model, adapter_name), {"the ladder": norm.ladder_M[adapter_name]}
-        ranks, gradients = {"r": config.r}, _gradients_of_rungs(model, adapted, norm, batches)
+        adapted = taps(model, adapter_name)
+        ranks = {"r": config.r}
+        every_m = {"the ladder": norm.ladder_M[adapter_name]}
+        gradients = _gradients_of_rungs(model, adapted, norm, batches)
     else:
         adapted = list(layers(model, adapter_name).values())
-        learnt = {layer.module: layer.privatelora_M[adapter_name] for layer in adapted}
-        ranks, gradients = {"r_c2d": config.r_c2d, "r_d2c": config.r_d2c}, _gradients(model, adapted, batches)
-    for name, m in learnt.items():
-        if (m if isinstance(m, nn.Linear) else m.down).weight.any():
+        ranks = {"r_c2d": config.r_c2d, "r_d2c": config.r_d2c}
+        every_m = {layer.module: layer.privatelora_M[adapter_name] for layer in adapted}
+        gradients = _gradients(model, adapted, batches)
+    for name, m in every_m.items():
+        output = m if isinstance(m, nn.Linear) else m.down  # a GatedM's, zero at first as well
+        if output.weight.any():
             raise ValueError(f"the M of {name} is not zero: it was learnt for other A and B")
     for layer, gradient in zip(adapted, gradients, strict=True):  # all of them, before any A or B is set
         for name, rank in ranks.items():
@@ -81,14 +86,18 @@ def from_gradients(
     for layer, gradient in zip(adapted, gradients, strict=True):
         u, s, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
         if isinstance(layer, LadderTap):
-            values = {layer.ladder_A: vh[: config.r]}
+            _set(layer.ladder_A, adapter_name, vh[: config.r])
         else:
-            b = u[:, : config.r_d2c] * (layer.out_features / config.r_d2c) ** 0.5
-            values = {layer.privatelora_A: vh[: config.r_c2d], layer.privatelora_B: b}
-        for buffers, value in values.items():
-            buffers[adapter_name] = value.to(buffers[adapter_name]).contiguous()
+            as_large = (layer.out_features / config.r_d2c) ** 0.5  # as a Gaussian B of variance 1 / r_d2c
+            _set(layer.privatelora_A, adapter_name, vh[: config.r_c2d])
+            _set(layer.privatelora_B, adapter_name, u[:, : config.r_d2c] * as_large)
         norms[layer.module] = s[: min(ranks.values())].norm().item()
     return norms
+
+
+def _set(buffers: BufferDict, adapter_name: str, value: torch.Tensor) -> None:
+    """Replace an adapter's A or B, in its own type and place."""
+    buffers[adapter_name] = value.to(buffers[adapter_name]).contiguous()
 
 
 @contextlib.contextmanager
@@ -96,7 +105,7 @@ def _frozen(model: PeftModel, learning: Iterable[nn.Parameter] = ()) -> Iterator
     """Nothing requires a gradient but ``learning``; afterwards the model is as it was."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     try:
-        for p, *_ in before:
+        for p, _, _ in before:
             p.requires_grad_(False)
             p.grad = None
         for p in learning:
@@ -115,10 +124,15 @@ def _gradients(model: PeftModel, adapted: list[PrivateLoraLayer], batches: Itera
         for ids in batches:
             ids = ids.to(model.device)
             model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        if missed := [layer.module for layer, weight in zip(adapted, weights, strict=True) if weight.grad is None]:
-            raise ValueError(f"no gradient has come to {missed[0]}: no batches, or it reads none of their tokens")
-        conv = [isinstance(layer.get_base_layer(), Conv1D) for layer in adapted]
-        return [weight.grad.T if turned else weight.grad for weight, turned in zip(weights, conv, strict=True)]
+        gradients = []
+        for layer, weight in zip(adapted, weights, strict=True):
+            if weight.grad is None:
+                raise ValueError(
+                    f"no gradient has come to {layer.module}: no batches, or it reads none of their tokens"
+                )
+            is_turned = isinstance(layer.get_base_layer(), Conv1D)  # (in_features, out_features)
+            gradients.append(weight.grad.T if is_turned else weight.grad)
+        return gradients
 
 
 def _gradients_of_rungs(

@@ -1,6 +1,8 @@
-"""What a device has to hold, compute and send."""
+"""The cost of a device: what it has to hold, compute and send."""
 
 from dataclasses import dataclass
+
+import torch
 
 from plpkg.residual.adapter import PrivateLoraLayer
 from plpkg.residual.cut.device_part import DevicePart
@@ -12,7 +14,7 @@ WIRE_BITS = 16
 
 @dataclass(frozen=True)
 class DeviceCost(Tabular):
-    """What a device has to hold, compute and send.
+    """Weights that a device holds, FLOPs that it computes, bytes that it sends and gets.
 
     Attributes
     ----------
@@ -41,17 +43,20 @@ class DeviceCost(Tabular):
 
 def device_cost(device: DevicePart) -> DeviceCost:
     """Count a device's part as it is."""
-    adapters = [m for m in device.modules() if isinstance(m, PrivateLoraLayer)]
-    projections = [t for m in adapters for part in (m.privatelora_A, m.privatelora_B) for t in part.values()]
-    projections += [] if device.tail is None else device.tail.buffers()
-    parameters = sum(t.numel() for t in (*device.parameters(), *projections))
+    projections: list[torch.Tensor] = []  # which are no parameters
+    for module in device.modules():
+        if isinstance(module, PrivateLoraLayer):
+            projections += module.privatelora_A.values()
+            projections += module.privatelora_B.values()
+    if device.tail is not None:
+        projections += device.tail.buffers()
+    parameters = sum(tensor.numel() for tensor in (*device.parameters(), *projections))
     looked_up = [] if device.positions is None else [device.positions.weight]
     if device.embedding.weight is not device.lm_head.weight:
         looked_up.append(device.embedding.weight)
-    crossing, hidden = sum(map(len, device.matrices)), device.embedding.embedding_dim
-    return DeviceCost(
-        parameters,
-        2 * (parameters - sum(t.numel() for t in looked_up)),
-        (hidden + crossing * device.ranks[1]) * WIRE_BITS / 8,
-        (device.width + crossing * device.ranks[0]) * WIRE_BITS / 8,
-    )
+    multiplied = parameters - sum(weight.numel() for weight in looked_up)
+    num_matrices = sum(len(group) for group in device.matrices)
+    r_c2d, r_d2c = device.ranks
+    up = device.embedding.embedding_dim + num_matrices * r_d2c
+    down = device.width + num_matrices * r_c2d
+    return DeviceCost(parameters, 2 * multiplied, up * WIRE_BITS / 8, down * WIRE_BITS / 8)

@@ -37,8 +37,9 @@ NAMES = ("lookup", "public")
 
 
 def lookup(ids: Sequence[int], count: int) -> list[int]:
-    """What followed the last occurrence of the last three tokens; else of the last two, else of the last one."""
-    return list(_match(ids, count)[1])
+    """Tokens that followed the last occurrence of the last three; else of the last two, else of the last one."""
+    _, guesses = _match(ids, count)
+    return list(guesses)
 
 
 def _match(ids: Sequence[int], count: int) -> tuple[int, Sequence[int]]:
@@ -63,11 +64,14 @@ def counted(counts) -> Draft:
         length, guesses = _match(ids, count)
         if length >= 2:
             return list(guesses)
-        begin = ids[-max(counts.orders) :]
-        written = list(begin)
-        while len(written) < len(begin) + count and (token := counts.likeliest(written)[1]) >= 0:
-            written.append(token)
-        return written[len(begin) :] or list(guesses)
+        context = list(ids[-max(counts.orders) :])
+        likely: list[int] = []
+        while len(likely) < count:
+            _, token = counts.likeliest(context + likely)
+            if token < 0:  # they have none of these contexts
+                break
+            likely.append(token)
+        return likely or list(guesses)
 
     return draft
 
@@ -78,7 +82,8 @@ def public(tokenizer) -> Draft:
     from plpkg import corpora  # reading it takes half a minute the first time
     from plpkg.counts import Counts
 
-    return counted(Counts(tokens.ids for tokens in corpora.encode(corpora.public("train")[::EVERY], tokenizer)))
+    encoded = corpora.encode(corpora.public("train")[::EVERY], tokenizer)
+    return counted(Counts(tokens.ids for tokens in encoded))
 
 
 def chosen(draft: str | Draft | None, tokenizer=None) -> Draft | None:

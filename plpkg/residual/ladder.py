@@ -25,7 +25,7 @@ from plpkg.residual.adapter import PerThread, as_places, features, gaussian_proj
 from plpkg.residual.config import LadderConfig
 
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
-"""What Hugging Face's decoders call their final norm."""
+"""Names of the final norm in Hugging Face's decoders."""
 
 
 class GatedM(nn.Module):
@@ -40,7 +40,8 @@ class GatedM(nn.Module):
     def __init__(self, numbers: int, hidden: int, width: int) -> None:
         super().__init__()
         self.linear = nn.Linear(numbers, hidden, bias=False)
-        self.up, self.gate = nn.Linear(numbers, width), nn.Linear(numbers, width)
+        self.up = nn.Linear(numbers, width)
+        self.gate = nn.Linear(numbers, width)
         self.down = nn.Linear(width, hidden, bias=False)
 
     def forward(self, u: torch.Tensor) -> torch.Tensor:
@@ -50,11 +51,13 @@ class GatedM(nn.Module):
 
 def new_m(numbers: int, hidden: int, width: int | None) -> nn.Linear | GatedM:
     """An M for ``numbers`` of all layers."""
-    return nn.Linear(numbers, hidden, bias=False) if width is None else GatedM(numbers, hidden, width)
+    if width is None:
+        return nn.Linear(numbers, hidden, bias=False)
+    return GatedM(numbers, hidden, width)
 
 
 class Rungs(PerThread):
-    """What the layers of this thread's forward pass have sent to the final norm, by adapter and layer."""
+    """The A·x that the layers of this thread's forward pass have sent to the final norm, by adapter and layer."""
 
     def __init__(self) -> None:
         self.sent: dict[tuple[str, str], torch.Tensor] = {}
@@ -64,6 +67,14 @@ class LadderLayer(nn.Module, BaseTunerLayer):
     """A part of a ladder."""
 
     cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
+
+    def rows_by_adapter(self, x: torch.Tensor, adapter_names: Sequence[str] | None) -> dict[str, torch.Tensor | None]:
+        """The rows of ``x`` that each adapter reads: ``None`` is all of them, where no names are given."""
+        if self.disable_adapters:
+            return {}
+        if adapter_names is None:
+            return dict.fromkeys(self.active_adapters)
+        return rows_of(adapter_names, x)
 
     def unmerge(self) -> None:
         """Nothing is merged."""
@@ -85,7 +96,9 @@ class LadderTap(LadderLayer):
 
     def __init__(self, base_layer: nn.Module, module: str, rungs: Rungs) -> None:
         super().__init__()
-        self.base_layer, self.module, self.rungs = base_layer, module, rungs
+        self.base_layer = base_layer
+        self.module = module
+        self.rungs = rungs
         self.in_features, self.out_features = features(module, self.get_base_layer())
         self.ladder_A = BufferDict(persistent=False)
         self._disable_adapters = False
@@ -103,12 +116,10 @@ class LadderTap(LadderLayer):
         return nn.functional.linear(x.to(a.dtype), a)
 
     def forward(self, x: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:
-        if not self.disable_adapters:
-            rows = dict.fromkeys(self.active_adapters) if adapter_names is None else rows_of(adapter_names, x)
-            for adapter_name, chosen in rows.items():
-                if adapter_name in self.ladder_A:
-                    read = x if chosen is None else x[chosen]
-                    self.rungs.sent[adapter_name, self.module] = self.rung(read, adapter_name)
+        for adapter_name, rows in self.rows_by_adapter(x, adapter_names).items():
+            if adapter_name in self.ladder_A:
+                read = x if rows is None else x[rows]
+                self.rungs.sent[adapter_name, self.module] = self.rung(read, adapter_name)
         return self.base_layer(x)
 
 
@@ -130,7 +141,8 @@ class LadderNorm(LadderLayer):
 
     def __init__(self, base_layer: nn.Module, rungs: Rungs) -> None:
         super().__init__()
-        self.base_layer, self.rungs = base_layer, rungs
+        self.base_layer = base_layer
+        self.rungs = rungs
         self.ladder_M = nn.ModuleDict()
         self.taps: dict[str, list[str]] = {}
         self._disable_adapters = False
@@ -140,29 +152,30 @@ class LadderNorm(LadderLayer):
         """Add an adapter: M adds nothing."""
         self.taps[adapter_name] = [tap.module for tap in taps]
         m = new_m(len(taps) * config.r, hidden, config.width)
-        for zero in (m,) if config.width is None else (m.linear, m.down):
-            nn.init.zeros_(zero.weight)
+        outputs = [m] if config.width is None else [m.linear, m.down]
+        for output in outputs:
+            nn.init.zeros_(output.weight)
         self.ladder_M[adapter_name] = m
         self._move_adapter_to_device_of_base_layer(adapter_name, taps[-1].get_base_layer().weight.device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, hidden: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:
-        if not self.disable_adapters:
-            rows = dict.fromkeys(self.active_adapters) if adapter_names is None else rows_of(adapter_names, hidden)
-            for adapter_name, chosen in rows.items():
-                if adapter_name in self.ladder_M:
-                    places = (len(hidden if chosen is None else chosen), *hidden.shape[1:-1])
-                    sent = self._sent(adapter_name, places)
-                    added = answer(self.ladder_M[adapter_name], sent).to(hidden.dtype)
-                    hidden = hidden + added if chosen is None else hidden.index_add(0, chosen, added)
+        for adapter_name, rows in self.rows_by_adapter(hidden, adapter_names).items():
+            if adapter_name not in self.ladder_M:
+                continue
+            num_rows = len(hidden) if rows is None else len(rows)
+            sent = self._sent(adapter_name, (num_rows, *hidden.shape[1:-1]))
+            added = answer(self.ladder_M[adapter_name], sent).to(hidden.dtype)
+            hidden = hidden + added if rows is None else hidden.index_add(0, rows, added)
         return self.base_layer(hidden)
 
     def _sent(self, adapter_name: str, places: tuple[int, ...]) -> torch.Tensor:
         """u ``(*places, layers · r)`` of the pass that ends here."""
-        names = [(adapter_name, module) for module in self.taps[adapter_name]]
-        if missing := [module for name, module in names if (name, module) not in self.rungs.sent]:
-            raise RuntimeError(f"nothing has come from {missing[0]}: a ladder's norm is the end of a pass, never alone")
-        return torch.cat([as_places(self.rungs.sent.pop(name), places) for name in names], -1)
+        modules = self.taps[adapter_name]
+        for module in modules:
+            if (adapter_name, module) not in self.rungs.sent:
+                raise RuntimeError(f"nothing has come from {module}: a ladder's norm is the end of a pass, never alone")
+        return torch.cat([as_places(self.rungs.sent.pop((adapter_name, module)), places) for module in modules], -1)
 
 
 def answer(m: nn.Module, u: torch.Tensor) -> torch.Tensor:
@@ -177,10 +190,11 @@ def taps(model: nn.Module, adapter_name: str = "default") -> list[LadderTap]:
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
-    """What has a causal model's layers: its base model, or a part of that, as OPT's."""
+    """The module that has a causal model's layers: its base model, or a part of that, as OPT's."""
     base = getattr(model, "base_model", model)
-    encodes = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
-    return base if encodes else getattr(base, "decoder", base)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return base
+    return getattr(base, "decoder", base)
 
 
 def named(decoder: nn.Module, names: tuple[str, ...]) -> str:

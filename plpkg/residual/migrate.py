@@ -30,10 +30,14 @@ def solve(u: torch.Tensor, v: torch.Tensor, prior: torch.Tensor, ridge: float) -
     """
     if u.shape[0] != v.shape[0] or prior.shape != (v.shape[1], u.shape[1]):
         raise ValueError(f"u {tuple(u.shape)}, v {tuple(v.shape)} and a prior {tuple(prior.shape)} do not fit together")
-    u, v, prior = u.double(), v.double(), prior.double()
-    missing = v - u @ prior.T
-    if number("ridge", ridge) == 0 or not u.any():
+    number("ridge", ridge)
+    u = u.double()
+    prior = prior.double()
+    missing = v.double() - u @ prior.T  # (tokens, r_d2c): what the prior does not give
+    if ridge == 0 or not u.any():
         return prior + torch.linalg.lstsq(u, missing, driver="gelsd").solution.T
-    gram = u.T @ u
-    strength = ridge * gram.trace() / len(gram)
-    return prior + torch.linalg.solve(gram + strength * torch.eye(len(gram)).to(gram), u.T @ missing).T
+    gram = u.T @ u  # (r_c2d, r_c2d)
+    strength = ridge * gram.trace() / len(gram)  # λ
+    identity = torch.eye(len(gram)).to(gram)
+    correction = torch.linalg.solve(gram + strength * identity, u.T @ missing)
+    return prior + correction.T

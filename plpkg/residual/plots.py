@@ -28,7 +28,7 @@ FORMS = {
     "counts of the same text": "-",
     "counts of all own text": "-",
 }
-"""What can be personal, and where its A and B come from."""
+"""Forms of what can be personal, and where their A and B come from."""
 
 PAIRS = (
     ("M r=64 at q, k, v", "LoRA r=16 at q, k, v"),
@@ -89,7 +89,7 @@ def ladder(ax=None):
 
 
 def by_scheme(trips, quality, facts, imitation):
-    """What each scheme of saving round trips costs and keeps.
+    """Costs of each scheme of saving round trips, and what it keeps.
 
     Parameters
     ----------
@@ -113,7 +113,8 @@ def by_scheme(trips, quality, facts, imitation):
     """
     copies = imitation.sort_values("tokens").groupby(["what", "method"])["stolen"].last()
     gain = quality.pivot_table(index="method", columns="case", values="gain")
-    mean, difference = gain.mean(axis=1), (gain - gain.loc["all layers"]).apply(half_width, axis=1)
+    mean = gain.mean(axis=1)
+    difference = (gain - gain.loc["all layers"]).apply(half_width, axis=1)
     table = trips.set_index("what").loc[list(SCHEMES)]
     adapter = table["adapter"]
     seen = adapter.str.startswith("ladder").map({True: "sampled", False: "answers"})
@@ -132,15 +133,16 @@ def by_scheme(trips, quality, facts, imitation):
 def schemes(near, far, rtt_ms: float, ax=None):
     """Tokens per second of each scheme, without a delay and with one; ``near`` and ``far`` are :func:`by_scheme`."""
     ax = theme.axes(ax, figsize=(7.6, 3.8))
-    at, names = range(len(far)), [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
+    rows = range(len(far))
+    names = [f"{name} ({trips:.2g})" for name, trips in far["round_trips"].items()]
     colour = theme.styles(1)[0]["color"]
-    ax.hlines(at, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
+    ax.hlines(rows, far["tokens_per_s"], near["tokens_per_s"], color="0.7", lw=1.5, zorder=1)
     for table, face, label in ((near, "white", "no delay"), (far, colour, f"{rtt_ms:g} ms")):
-        ax.plot(table["tokens_per_s"], at, "o", color=colour, mfc=face, label=label)
+        ax.plot(table["tokens_per_s"], rows, "o", color=colour, mfc=face, label=label)
     ax.set(xlabel="tokens per second, logarithmic (better →)", xscale="log", xlim=(2, 150), ylim=(len(far) - 0.4, -0.6))
     ax.set_xticks([5, 10, 20, 50, 100], [5, 10, 20, 50, 100], minor=False)
     ax.minorticks_off()
-    ax.set_yticks(at, names)
+    ax.set_yticks(rows, names)
     ax.grid(False, axis="y")
     ax.legend(loc="lower left")
     described = "; ".join(
@@ -173,11 +175,14 @@ def forms(adapted, gain, facts):
     for name, model in adapted.items():
         device, _ = split(model)
         sent = device_cost(device)
-        learned = sum(p.numel() for p in model.parameters() if p.requires_grad)
+        learned = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         crossing = int(sent.up_bytes_per_token + sent.down_bytes_per_token)
-        counted[name] = len(device.matrices) + 1, crossing, learned
-        ends = 1, 2 * 2 * device.embedding.embedding_dim, 0
-    counted |= {name: ends for name in FORMS if name.startswith("counts")}
+        counted[name] = (len(device.matrices) + 1, crossing, learned)
+        hidden_bytes = 2 * device.embedding.embedding_dim
+        without_m = (1, 2 * hidden_bytes, 0)  # one round trip: hidden states of two bytes a number, up and down
+    for name in FORMS:
+        if name.startswith("counts"):
+            counted[name] = without_m
     right = facts.set_index(facts["method"].replace(NAMES))["right"]
     columns = {
         "A and B from": pd.Series(FORMS),
@@ -199,14 +204,20 @@ def differences(gain, pairs: Sequence[tuple[str, str]] = PAIRS, ax=None):
         ``(method, other)``: the first's gain minus the second's.
     """
     ax = theme.axes(ax, figsize=(8, 3.6))
-    colour, described = theme.styles(1)[0]["color"], []
+    colour = theme.styles(1)[0]["color"]
+    described: list[str] = []
     for y, (method, other) in enumerate(pairs):
         difference = gain.loc[method] - gain.loc[other]
-        mean, half = difference.mean(), half_width(difference)
-        told = abs(mean) > half
+        mean = difference.mean()
+        half = half_width(difference)
+        face = colour
+        said = f"{method} minus {other}: {mean:+.3f} ± {half:.3f}"
+        if abs(mean) <= half:  # 0 is in the interval
+            face = "white"
+            said += ", not distinguishable"
+        described.append(said)
         ax.plot(difference, [y + 0.25] * len(difference), "|", color="0.45", ms=9, mew=1.5)
-        ax.errorbar(mean, y, xerr=half, fmt="D", ms=8, color=colour, mfc=colour if told else "white", capsize=4)
-        described.append(f"{method} minus {other}: {mean:+.3f} ± {half:.3f}{'' if told else ', not distinguishable'}")
+        ax.errorbar(mean, y, xerr=half, fmt="D", ms=8, color=colour, mfc=face, capsize=4)
     ax.axvline(0, color="0.4", lw=1)
     ax.plot([], [], "|", color="0.45", ms=9, mew=1.5, label="one writer")
     ax.plot([], [], "D", ms=8, color=colour, label="mean, 95 % interval")
@@ -250,15 +261,17 @@ def defences(rows):
     def from_tokens(rows, tokens):
         return f"error {rows['error'].iloc[0]:.2g} from {tokens:,} tokens"
 
-    secret, units = seen["embedding"].query("attacker != '5 % known pairs'"), seen["nonlinear"]
-    answers = {x: seen["answers"].query("x == @x and tokens == @n") for x, n in ((0, 256), (1, 16384))}
+    secret = seen["embedding"].query("attacker != '5 % known pairs'")
+    units = seen["nonlinear"]
+    exact = seen["answers"].query("x == 0 and tokens == 256")
+    noisy = seen["answers"].query("x == 1 and tokens == 16384")
     same = "as without a defence"
     rows = {
-        "none": row(answers[0], from_tokens(answers[0], 256), "-"),
+        "none": row(exact, from_tokens(exact, 256), "-"),
         "4 of 5 layers on the device": row(
             seen["inversion"].query("x == 4"), "of the last layer only", "hides no text"
         ),
-        "noise, 1 × the answers": row(answers[1], from_tokens(answers[1], 16384), "averaged away"),
+        "noise, 1 × the answers": row(noisy, from_tokens(noisy, 16384), "averaged away"),
         "secret embedding, perturbed": row(secret[secret["case"].str.contains("pert.*0.3")], same, "a weak cipher"),
         "the same, cosine up to 0.1": row(
             secret[secret["case"].str.contains("pert.*0.1")], same, "with 5 % known, 60 % read"

@@ -15,7 +15,7 @@ WAYS = {
     "one layer late, folded": "one layer late, folded",
     "ladder": "ladder",
 }
-"""What the explorer calls a scheme, and its name in ``residual_trips``."""
+"""Names of the schemes in the explorer, and in ``residual_trips``."""
 DELAYS = (0, 1, 2, 5, 10, 20, 33, 50, 100)
 MOST_GUESSES = 6
 
@@ -40,10 +40,12 @@ class Waits:
 def compute(rtt_ms: float) -> Waits:
     """The speeds at a round-trip time."""
     without_delay = measured().query("rtt_ms == 0").set_index("what")
-    speeds, trips = {}, {}
+    speeds: dict[str, float] = {}
+    trips: dict[str, float] = {}
     for way, scheme in WAYS.items():
         trips[way] = float(without_delay.loc[scheme, "trips_per_token"])
-        speeds[way] = 1 / (1 / without_delay.loc[scheme, "tokens_per_s"] + trips[way] * rtt_ms / 1e3)
+        own_s = 1 / without_delay.loc[scheme, "tokens_per_s"]  # t0 of a token
+        speeds[way] = 1 / (own_s + trips[way] * rtt_ms / 1e3)
     return Waits(rtt_ms, speeds, trips)
 
 

@@ -27,7 +27,7 @@ ROUNDING = 2.0**-10
 
 @dataclass(frozen=True)
 class Theft:
-    """What a cloud has of a sentence and of M.
+    """Spoils of a cloud: what it has of a sentence and of M.
 
     Attributes
     ----------
@@ -58,13 +58,16 @@ def _model() -> tuple:
 
 def _ids(text: str) -> torch.Tensor:
     """``(tokens,)``, without a token for the beginning: a sentence of yours has none."""
-    return _model()[1](text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].long()
+    _, tokenizer, _ = _model()
+    return tokenizer(text, return_tensors="pt", add_special_tokens=False)["input_ids"][0].long()
 
 
 @cache
 def reads(text: str) -> torch.Tensor:
-    """What q_proj of each layer reads: ``(layers, tokens, hidden)``."""
-    (model, *_), ids, kept = _model(), _ids(text), []
+    """Inputs of q_proj in each layer: ``(layers, tokens, hidden)``."""
+    model, _, _ = _model()
+    ids = _ids(text)
+    kept: list[torch.Tensor] = []
     if not len(ids):
         return torch.zeros(len(model.model.layers), 0, model.config.hidden_size)
     hooks = [
@@ -91,14 +94,10 @@ def compute(sentence: str, sent: int, rank: int, layer: int) -> Theft:
     if sent == NOTHING:
         return Theft(rank, layer, len(ids), "", 0, {})
     found = recover_tokens(table[ids].half(), table)
-    return Theft(
-        rank,
-        layer,
-        len(ids),
-        tokenizer.decode(found),
-        int((found == ids).sum()),
-        errors(torch.cat([reads(sentence)[layer], diary()[layer, :sent]]), rank, diary()[layer, -OTHERS:]),
-    )
+    right = int((found == ids).sum())
+    passed = torch.cat([reads(sentence)[layer], diary()[layer, :sent]])  # (tokens, hidden)
+    others = diary()[layer, -OTHERS:]
+    return Theft(rank, layer, len(ids), tokenizer.decode(found), right, errors(passed, rank, others))
 
 
 def errors(x: torch.Tensor, rank: int, others: torch.Tensor) -> dict[int, tuple[float, float]]:
@@ -107,14 +106,25 @@ def errors(x: torch.Tensor, rank: int, others: torch.Tensor) -> dict[int, tuple[
     Around the rank, where the copy begins to be good, a quarter below and above it too.
     """
     generator = torch.Generator().manual_seed(rank)
-    a, m = (torch.randn(*size, generator=generator) for size in ((rank, x.shape[1]), (rank, rank)))
-    (u, v), (other, wanted) = ((half.half().double(), (half @ m.T).half().double()) for half in (x @ a.T, others @ a.T))
+    a = torch.randn(rank, x.shape[1], generator=generator)
+    m = torch.randn(rank, rank, generator=generator)
+    u, v = _crossed(x @ a.T, m)
+    other_u, other_v = _crossed(others @ a.T, m)
+    counts = {2**k for k in range(11)} | {rank * 3 // 4, rank * 5 // 4}
+    counts = {n for n in counts if 0 < n < len(u)}
+    if len(u):
+        counts.add(len(u))
     errors = {}
-    passed = {2**k for k in range(11)} | {rank * 3 // 4, rank * 5 // 4}
-    for n in sorted({*(n for n in passed if n < len(u)), len(u)} - {0}):
+    for n in sorted(counts):
         copy = torch.linalg.lstsq(u[:n], v[:n], rcond=ROUNDING, driver="gelsd").solution.T
-        errors[n] = relative_error(copy, m), relative_error(other @ copy.T, wanted)
+        errors[n] = (relative_error(copy, m), relative_error(other_u @ copy.T, other_v))
     return errors
+
+
+def _crossed(u: torch.Tensor, m: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """u and M·u as the cloud has them, rounded to fp16: ``(tokens, rank)`` each."""
+    v = u @ m.T
+    return u.half().double(), v.half().double()
 
 
 def read_out(theft: Theft) -> str:
@@ -138,17 +148,19 @@ def _per_cent(share: float) -> str:
 
 def draw(theft: Theft, ax):
     """Both errors against the tokens that have passed."""
-    for style, label, which in zip(theme.styles(2), ("M", "its answers to other text"), (0, 1), strict=True):
-        ax.plot(list(theft.errors), [pair[which] for pair in theft.errors.values()], label=label, **style)
+    of_m, of_answers = theme.styles(2)
+    passed = list(theft.errors)
+    ax.plot(passed, [error for error, _ in theft.errors.values()], label="M", **of_m)
+    ax.plot(passed, [error for _, error in theft.errors.values()], label="its answers to other text", **of_answers)
     ax.axvline(theft.rank, color="0.4", lw=1, ls=":")
     ax.text(theft.rank, 1.3, " tokens = rank", fontsize=9, color="0.3")
     ax.set(xlabel="tokens that have passed", ylabel="relative error of the copy (1: no copy)")
     ax.set(xscale="log", yscale="log", xlim=(0.9, 1400), ylim=(3e-5, 3))
     ax.set_xticks([1, 4, 16, 64, 256, 1024], [1, 4, 16, 64, 256, 1024], minor=False)
     ax.minorticks_off()
-    passed = max(theft.errors, default=0)
+    sent = max(theft.errors, default=0)
     which = f"rank {theft.rank}, layer {theft.layer}"
-    ax.set_title(f"{which}: {passed:,} tokens sent, {theft.tokens} in the sentence (simulated)")
+    ax.set_title(f"{which}: {sent:,} tokens sent, {theft.tokens} in the sentence (simulated)")
     if theft.errors:
         ax.legend(loc="lower left")
     points = "; ".join(f"{n:,}: {m:.2g} and {answers:.2g}" for n, (m, answers) in theft.errors.items())
@@ -161,7 +173,8 @@ def draw(theft: Theft, ax):
 
 def explorer() -> Explorer:
     """The widget."""
-    layers = [(f"layer {i}", i) for i in range(len(_model()[0].model.layers))]
+    model, _, _ = _model()
+    layers = [(f"layer {i}", i) for i in range(len(model.model.layers))]
     sent = [("nothing", NOTHING), ("the sentence", 0), *((f"and {n:,} tokens of a diary", n) for n in SENT[2:])]
     controls = {
         "sentence": ipywidgets.Text(value="Nobody knows what I write here.", description="Your sentence"),

@@ -23,10 +23,10 @@ from plpkg.backbones import stamp
 from plpkg.decoding import longest_text
 from plpkg.serving.attention import KeyValues, Row, read
 from plpkg.serving.packing import require_packable
+from plpkg.serving.plan import plan
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running, Scored
-from plpkg.serving.segments import Segments
-from plpkg.serving.slots import Group, Hooks, Pool, form
+from plpkg.serving.slots import Hooks, Pool, form
 from plpkg.validation import whole_number
 
 
@@ -70,7 +70,8 @@ class Engine:
         self, model: PreTrainedModel, tokenizer=None, *, max_batch=32, max_step_tokens=512, shared_bytes=2**30,
         max_model_len: int | None = None,
     ) -> None:  # fmt: skip
-        self.model, self.tokenizer = model, tokenizer
+        self.model = model
+        self.tokenizer = tokenizer
         self.max_batch = whole_number("max_batch", max_batch, 1)
         self.max_step_tokens = whole_number("max_step_tokens", max_step_tokens, self.max_batch)
         self.max_model_len = max_model_len
@@ -91,7 +92,8 @@ class Engine:
         """Look at the model, which is new or has changed: whether it can be served, and what it says of itself."""
         self._stamp = None  # so that a model that is refused is looked at again
         self._unhook()
-        model, modules = self.model, targets(self.model)
+        model = self.model
+        modules = targets(model)
         if model.training:
             raise ValueError(f"{type(model).__name__} is in training mode: call model.eval() first")
         for adapter in self.adapters.values():
@@ -109,7 +111,8 @@ class Engine:
         comes = bool(self._waiting) and len(self._running) < self.max_batch
         if not self.model.training and stamp(self.model, values=comes) == self._stamp:
             return
-        for each in [*self._running, *self._paused.values(), *(each for each in self._waiting if each.computed)]:
+        begun = [each for each in self._waiting if each.computed]
+        for each in [*self._running, *self._paused.values(), *begun]:
             self.finished[each.identity] = "error: the model has changed since it began"
             self._leave(each)
         self._pools.clear()
@@ -130,7 +133,8 @@ class Engine:
             raise ValueError("the engine is closed")
         if not isinstance(name, str) or not name:
             raise ValueError(f"an adapter's name must be a string that is not empty, got {name!r}")
-        adapter = adapter if isinstance(adapter, Adapter) else load_adapter(adapter, self.model)
+        if not isinstance(adapter, Adapter):
+            adapter = load_adapter(adapter, self.model)
         require_fit(adapter, self.model)
         self.adapters[name] = adapter
         return adapter
@@ -146,6 +150,7 @@ class Engine:
         self._prefixes.forget((digest, account))
 
     def _drop_pools(self) -> None:
+        """Free the slots of adapters that are neither used nor loaded."""
         self._pools = {key: pool for key, pool in self._pools.items() if pool.users}
         loaded = {each.digest for each in self.adapters.values()}
         for pool in self._pools.values():
@@ -153,7 +158,8 @@ class Engine:
 
     def _adapter(self, name: str) -> Adapter:
         if name not in self.adapters:
-            raise ValueError(f"no adapter {name!r} is loaded; there are {', '.join(sorted(self.adapters)) or 'none'}")
+            loaded = ", ".join(sorted(self.adapters)) or "none"
+            raise ValueError(f"no adapter {name!r} is loaded; there are {loaded}")
         return self.adapters[name]
 
     def add(self, request: Request) -> int:
@@ -173,9 +179,11 @@ class Engine:
     def _add(self, request: Request) -> Running:
         if self._closed:
             raise ValueError("the engine is closed")
-        read, layers = (0, []) if request.reading is None else request.reading.units(self.model)
-        if layers and (prompts := len(layers[0][0])) != 1:
-            raise ValueError(f"a request goes on from one prompt, and this is a reading of {prompts}")
+        read, layers = self._read_before(request)
+        if layers:
+            keys, _ = layers[0]
+            if len(keys) != 1:
+                raise ValueError(f"a request goes on from one prompt, and this is a reading of {len(keys)}")
         ids = request.check(self._vocab, self._positions, self.tokenizer, read)
         adapter = None if request.adapter is None else self._adapter(request.adapter)
         past = self._room(request, len(ids), read, layers)
@@ -183,8 +191,16 @@ class Engine:
         self._waiting.append(each)
         return each
 
+    def _read_before(self, request: Request) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """How many tokens a request's reading has read, and the keys and values of each layer."""
+        if request.reading is None:
+            return 0, []
+        return request.reading.units(self.model)
+
     def _room(self, request: Request, prompt: int, read: int, layers: list) -> KeyValues:
-        past = KeyValues(prompt + request.max_new_tokens + max((keys.shape[2] for keys, _ in layers), default=0))
+        """Room for a prompt of so many ids and its answer, behind what its reading has kept."""
+        kept = max((keys.shape[2] for keys, _ in layers), default=0)
+        past = KeyValues(kept + prompt + request.max_new_tokens)
         past.begin(read, layers)
         return past
 
@@ -193,9 +209,10 @@ class Engine:
 
         ValueError if it neither waits nor runs.
         """
-        each = next((each for each in [*self._waiting, *self._running] if each.identity == identity), None)
-        if each is None:
+        by_identity = {each.identity: each for each in [*self._waiting, *self._running]}
+        if identity not in by_identity:
             raise ValueError(f"no request {identity} waits or runs")
+        each = by_identity[identity]
         if each in self._waiting:
             self._waiting.remove(each)
         else:
@@ -206,7 +223,7 @@ class Engine:
     def drop(self, identity: int) -> None:
         """Forget what a paused request has read: it reads it again. ValueError if it is not paused."""
         each = self._of_paused(identity)
-        _, layers = (0, []) if each.request.reading is None else each.request.reading.units(self.model)
+        _, layers = self._read_before(each.request)
         each.past = self._room(each.request, each.prompt - each.read, each.read, layers)
         each.computed = each.read
 
@@ -229,6 +246,7 @@ class Engine:
                 self._leave(each)
 
     def _leave(self, each: Running) -> None:
+        """Take a request out, wherever it is; what it has read in a run may serve others."""
         if each in self._waiting:
             self._waiting.remove(each)
             return
@@ -240,24 +258,33 @@ class Engine:
         self._release(each)
 
     def _release(self, each: Running) -> None:
+        """Give back the lease of a slot."""
         if each.adapter:
             self._pools[form(each.adapter)].release(each.adapter.digest)
             if each.adapter not in self.adapters.values():
                 self._drop_pools()
 
     def _admit(self) -> None:
+        """Let requests that wait run, in order, as long as there are places."""
         while self._waiting and len(self._running) < self.max_batch:
             each = self._waiting[0]
             if each.adapter:
-                if (key := form(each.adapter)) not in self._pools:
-                    self._drop_pools()
-                    self._pools[key] = Pool(self.model)
-                self._pools[key].lease(each.adapter)
-            past, positions = (None, 0) if each.computed else self._prefixes.find(each.owner, each.ids)
-            if past is not None and not each.request.score_prompt:
+                self._lease(each.adapter)
+            past = None
+            if not each.computed:
+                past, positions = self._prefixes.find(each.owner, each.ids)
+            if past is not None and not each.request.score_prompt:  # scores need the logits of the whole prompt
                 each.past.copy(past, positions)
                 each.computed = positions
             self._running.append(self._waiting.popleft())
+
+    def _lease(self, adapter: Adapter) -> None:
+        """Hold an adapter in a slot of the pool for its form."""
+        key = form(adapter)
+        if key not in self._pools:
+            self._drop_pools()
+            self._pools[key] = Pool(self.model)
+        self._pools[key].lease(adapter)
 
     @torch.inference_mode()
     def step(self) -> list[tuple[int, int]]:
@@ -274,34 +301,31 @@ class Engine:
         self._admit()
         if not self._running:  # those that ran have ended
             return []
-        last = self.model.generation_config.eos_token_id
-        last = [] if last is None else torch.as_tensor(last).flatten().tolist()
-        batch, rows, groups = self._pack()
-        ids, ends, counts, written = [], [], [], []
+
+        # 1. Plan: the tokens of each request, and those after which logits are wanted.
+        batch, rows, groups = plan(self._running, list(self._pools.values()), self.max_step_tokens)
+        ids: list[int] = []
+        wanted: list[int] = []
+        counts: list[int] = []
         for each, row in zip(batch, rows, strict=True):
+            after = row.wanted(len(each.ids))
             ids += each.ids[row.start : row.positions.stop]
-            ends += row.wanted(len(each.ids))
-            counts.append(len(row.wanted(len(each.ids))))
+            wanted += after
+            counts.append(len(after))
+
+        # 2. Read: one pass for all of them, (wanted, vocab).
         with self._hooks.batch(*groups):
-            logits = read(self.model, ids, rows, ends)
+            logits = read(self.model, ids, rows, wanted)
+
+        # 3. Write: each request's next token; who has ended leaves.
+        ends = self._ends()
+        written: list[tuple[int, int]] = []
         finite = logits.amax(-1).isfinite()
         for each, row, scores, fine in zip(batch, rows, logits.split(counts), finite.split(counts), strict=True):
             try:
                 if not fine.all():
                     raise FloatingPointError("the logits are not finite")
-                whole, reason = row.positions.stop == len(each.ids), None
-                if whole and each.request.max_new_tokens:
-                    token = each.choose(scores[-1])
-                    each.ids.append(token)
-                    written.append((each.identity, token))
-                each.computed = row.positions.stop
-                if each.request.logprobs is not None and len(scores):
-                    begin = each.computed + 1 - len(scores)
-                    told = each.score(begin, scores)[max(0, each.told - begin) :]  # what is read again was told before
-                    first = each.first() if row.each and row.start == each.read and not each.told else []
-                    self.scored.setdefault(each.identity, []).extend(first + told)
-                    each.told = max(each.told, begin + len(scores))
-                reason = each.ended(last, self.tokenizer) if whole else None
+                reason = self._write(each, row, scores, ends, written)
             except Exception as error:  # an adapter's overflow, or a tokenizer's, is its own request's affair
                 reason = f"error: {error}"
             if reason:
@@ -309,45 +333,29 @@ class Engine:
                 self._leave(each)
         return written
 
-    def _tokens(self) -> dict[Running, int]:
-        """How many tokens each running request reads in this step.
+    def _ends(self) -> list[int]:
+        """The model's end-of-text tokens."""
+        ends = self.model.generation_config.eos_token_id
+        if ends is None:
+            return []
+        return torch.as_tensor(ends).flatten().tolist()
 
-        Who writes is never left out. Prompts share the rest, by account: a long one of another's takes no time.
-        """
-        share = {each: 1 for each in self._running if len(each.ids) - each.computed == 1}
-        left = self.max_step_tokens - len(share)
-        reading = [each for each in self._running if each not in share]
-        share |= dict.fromkeys(reading, 0)
-        accounts = {each.request.account for each in reading}
-        for most in (left // max(1, len(accounts)), left):  # first each account's part, then what others leave
-            taken = dict.fromkeys(accounts, 0)
-            for each in reading:
-                account = each.request.account
-                more = max(0, min(len(each.ids) - each.computed - share[each], most - taken[account], left))
-                share[each] += more
-                taken[account] += more
-                left -= more
-        return share
-
-    def _pack(self) -> tuple[list[Running], list[Row], list[Group]]:
-        """Choose this step's tokens of each request, sorted by adapter; requests without one come last."""
-        share = self._tokens()
-        pools, slots = list(self._pools.values()), {"": (len(self._pools), 0)}
-        for p, pool in enumerate(pools):
-            pool.close_gaps()
-            slots |= {digest: (p, slot) for slot, digest in enumerate(pool.digests) if digest}
-        batch = sorted((each for each in self._running if share[each]), key=lambda r: slots[r.owner[0]])
-        groups, rows, end = [Group(Segments(), pool.factors) for pool in pools], [], 0
-        for digest, members in itertools.groupby(batch, key=lambda r: r.owner[0]):
-            first = end
-            for each in members:
-                scores = each.request.score_prompt and each.computed < each.prompt
-                rows.append(Row(slice(end, end + share[each]), each.computed, each.past, scores))
-                end += share[each]
-            if digest:
-                pool, slot = slots[digest]
-                groups[pool].segments.append((first, end, slot))
-        return batch, rows, groups
+    def _write(
+        self, each: Running, row: Row, scores: torch.Tensor, ends: list[int], written: list[tuple[int, int]]
+    ) -> str | None:
+        """Write a request's next token, if all of it is read, and score what is asked for: why it has ended, if so."""
+        whole = row.positions.stop == len(each.ids)
+        if whole and each.request.max_new_tokens:
+            token = each.choose(scores[-1])
+            each.ids.append(token)
+            written.append((each.identity, token))
+        each.computed = row.positions.stop
+        if each.request.logprobs is not None and len(scores):
+            scored = each.scored_now(row, scores)
+            self.scored.setdefault(each.identity, []).extend(scored)
+        if not whole:
+            return None
+        return each.ended(ends, self.tokenizer)
 
     def stream(self, request: Request) -> Iterator[int]:
         """A request's tokens as they are written; whoever stops reading cancels it.
@@ -362,6 +370,7 @@ class Engine:
         yield from self._read(self._add(request))
 
     def _read(self, each: Running) -> Iterator[int]:
+        """A request's new tokens; steps are made until it has ended."""
         seen = 0
         try:
             while True:
@@ -374,7 +383,8 @@ class Engine:
                     break
             if self._closed:
                 raise RuntimeError("the engine was closed")
-            if (reason := self.finished.get(each.identity, "")).startswith("error"):
+            reason = self.finished.get(each.identity, "")
+            if reason.startswith("error"):
                 raise RuntimeError(f"request {each.identity} ended with an {reason}")
         finally:
             self.cancel(each.identity)

@@ -3,11 +3,9 @@
 W + scale · B A is the model that the adapter makes, at no cost for a token; another adapter first needs this one gone.
 """
 
-import itertools
-
 import torch
 
-from plpkg.adapters import Adapter, require_fit
+from plpkg.adapters import Adapter, Factors, require_fit
 
 
 def merge(model: torch.nn.Module, adapter: Adapter) -> None:
@@ -39,15 +37,25 @@ def unmerge(model: torch.nn.Module, adapter: Adapter) -> None:
 def _add(model: torch.nn.Module, adapter: Adapter, sign: int) -> None:
     require_fit(adapter, model)
     modules = {path: model.get_submodule(path) for path in adapter.factors}
-    if quantised := [path for path, module in modules.items() if not module.weight.is_floating_point()]:
-        raise ValueError(f"{adapter} cannot be merged: the weight of {quantised[0]} is quantised")
+    for path, module in modules.items():
+        if not module.weight.is_floating_point():
+            raise ValueError(f"{adapter} cannot be merged: the weight of {path} is quantised")
     # All weights are tried before the first is written: a refusal leaves the model as it was.
-    for write, (path, each) in itertools.product((False, True), adapter.factors.items()):
-        weight = modules[path].weight
-        wide = torch.promote_types(torch.float32, torch.promote_types(weight.dtype, each.up.dtype))
-        delta = sign * each.scale * (each.up.to(weight.device, wide) @ each.down.to(weight.device, wide))  # (out, in)
-        delta = (delta if isinstance(modules[path], torch.nn.Linear) else delta.T).to(weight.dtype)  # or a Conv1D's
-        if write:
-            weight += delta
-        elif not (weight + delta).isfinite().all():
+    for path, module in modules.items():
+        weight = module.weight
+        if not (weight + _delta(module, adapter.factors[path], sign)).isfinite().all():
             raise ValueError(f"{adapter} cannot be merged: {path}.weight would not be finite in {weight.dtype}")
+    for path, module in modules.items():
+        weight = module.weight
+        weight += _delta(module, adapter.factors[path], sign)
+
+
+def _delta(module: torch.nn.Module, factors: Factors, sign: int) -> torch.Tensor:
+    """The change of a module's weight: ± scale · B A, in its dtype and orientation."""
+    weight = module.weight
+    wide = torch.promote_types(torch.float32, torch.promote_types(weight.dtype, factors.up.dtype))
+    product = factors.up.to(weight.device, wide) @ factors.down.to(weight.device, wide)  # (out, in)
+    delta = sign * factors.scale * product
+    if not isinstance(module, torch.nn.Linear):  # a Conv1D's is (in, out)
+        delta = delta.T
+    return delta.to(weight.dtype)

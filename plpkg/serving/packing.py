@@ -43,7 +43,8 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
     kind = type(model).__name__
     if getattr(model, "_is_stateful", False):
         raise ValueError(f"{kind} has recurrent layers, whose state would run from one request into the next")
-    vocab, starts = model.get_input_embeddings().num_embeddings, [0, 0, *_starts(model.config)]
+    vocab = model.get_input_embeddings().num_embeddings
+    starts = [0, 0, *_starts(model.config)]  # two at the beginning, so that one follows another
     for attempt in range(TRIES):
         texts = (torch.arange(2 * LENGTH) + attempt * 2 * LENGTH).remainder(vocab).view(2, LENGTH).tolist()
         places = list(zip(starts, itertools.cycle(texts), strict=False))
@@ -51,32 +52,41 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
             together = _together(model, places, max_step_tokens)
             alone = torch.stack([_alone(model, *place) for place in places])
         except Exception as reason:
-            outside = "its attention does not go through transformers' interface"
-            why = reason if model._can_set_attn_implementation() else outside
+            why = reason
+            if not model._can_set_attn_implementation():
+                why = "its attention does not go through transformers' interface"
             raise ValueError(f"{kind} cannot read packed requests: {why}") from reason
         errors = (together - alone).abs().amax(1) / alone.abs().amax(1)  # (places,)
-        eps, single = torch.finfo(alone.dtype).eps, torch.finfo(torch.float32).eps
+        eps = torch.finfo(alone.dtype).eps
+        single = torch.finfo(torch.float32).eps
         tolerance = max(eps, single) ** 0.5  # half of the digits, of those in which some layers compute
-        wrong = [place for place, error in enumerate(errors.tolist()) if not error <= tolerance]
+        wrong = [place for place, each in enumerate(errors.tolist()) if not each <= tolerance]  # NaN is wrong as well
         if not wrong:
             return
-        first, starts = wrong[0], [starts[place] for place in wrong]
+        error = errors[wrong[0]]
+        starts = [starts[place] for place in wrong]
         if eps <= single:
             break
-    where = f"at positions {starts[0]} to {starts[0] + LENGTH - 1} " if starts[0] else ""
-    apart = f"{where}its logits are {errors[first]:.2g} apart"
+    where = ""
+    if starts[0]:
+        where = f"at positions {starts[0]} to {starts[0] + LENGTH - 1} "
+    apart = f"{where}its logits are {error:.2g} apart"
     raise ValueError(f"{kind} answers otherwise when requests are packed: {apart}")
 
 
 def _starts(config: PreTrainedConfig) -> list[int]:
     """Where texts are tried besides the beginning: from each number of the configuration on, and at the end."""
     last = min(longest_text(config), FAR) - LENGTH
-    return sorted({each for each in _numbers(config.get_text_config().to_dict()) if each < last} | {max(last, 0)})
+    starts = {each for each in _numbers(config.get_text_config().to_dict()) if each < last}
+    return sorted(starts | {max(last, 0)})
 
 
 def _numbers(value: object) -> Iterator[int]:
-    if isinstance(value, dict | list | tuple):
-        for each in value.values() if isinstance(value, dict) else value:
+    """The whole numbers in a configuration that may be positions."""
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple):
+        for each in value:
             yield from _numbers(each)
     elif isinstance(value, int | float) and value >= LENGTH and value % 1 == 0:
         yield int(value)
@@ -86,10 +96,12 @@ def _together(model: PreTrainedModel, places: list[tuple[int, list[int]]], token
     """The logits ``(places, vocab)`` after texts that begin at a position each, packed; in two parts."""
     layers = model.config.get_text_config().num_hidden_layers
     pasts = [KeyValues(LENGTH, start) for start, _ in places]
+    room = tokens - len(places) * LENGTH  # in a whole row
     for half in range(2):
-        ids, rows = [], []
-        while half and len(ids) < tokens - len(places) * LENGTH:  # others stand before them, up to a whole row
-            size = min(tokens - len(places) * LENGTH - len(ids), longest_text(model.config))
+        ids: list[int] = []
+        rows: list[Row] = []
+        while half and len(ids) < room:  # others stand before them, up to a whole row
+            size = min(room - len(ids), longest_text(model.config))
             rows.append(Row(slice(len(ids), len(ids) + size), 0, KeyValues(size)))
             ids += [0] * size
         others = len(rows)

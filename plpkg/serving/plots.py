@@ -9,7 +9,8 @@ def batch(segments, names, ax=None):
 
     ``segments`` are ``(start, stop, i)``, ``names`` those of the adapters.
     """
-    ax, tokens = theme.axes(ax), max(stop for _, stop, _ in segments)
+    ax = theme.axes(ax)
+    tokens = max(stop for _, stop, _ in segments)
     colours = drawing.colours(len(names))
 
     def block(x, y, width, height, label="", colour="0.8", size=11):
@@ -19,26 +20,37 @@ def batch(segments, names, ax=None):
         drawing.arrow(ax, (x, y), (to, y), dashed=dashed)
 
     centred = {"ha": "center", "va": "center"}
-    longest = max(segments, key=lambda segment: segment[1] - segment[0])
+    longest_begin, longest_end, _ = max(segments, key=lambda segment: segment[1] - segment[0])
     block(1.6, 0, 2.4, tokens, colour="0.9")
-    ax.text(2.8, sum(longest[:2]) / 2, "$W$, read once\nfor all tokens\n(dashed: past it)", **centred, color="0.2")
+    ax.text(
+        2.8,
+        (longest_begin + longest_end) / 2,
+        "$W$, read once\nfor all tokens\n(dashed: past it)",
+        **centred,
+        color="0.2",
+    )
     for start, stop, index in segments:
-        middle, colour = (start + stop) / 2, "0.75" if index is None else colours[index]
+        middle = (start + stop) / 2
+        colour = "0.75" if index is None else colours[index]
+        name = "no adapter" if index is None else names[index]
         for token in range(start, stop):
             block(0, token, 1, 1, colour=colour)
             block(7.2, token, 1, 1, colour=colour)
-        ax.text(-0.15, middle, "no adapter" if index is None else names[index], ha="right", va="center")
-        above = middle if index is None else start + (stop - start) / 4
+        ax.text(-0.15, middle, name, ha="right", va="center")
+        if index is None:
+            arrow(1.05, middle, 1.6)
+            arrow(4.0, middle, 7.15)
+            continue
+        above = start + (stop - start) / 4
         arrow(1.05, above, 1.6)
-        arrow(4.0, above, 7.15 if index is None else 6.5)
-        if index is not None:  # its own way, past W
-            below = middle + (stop - start) / 4
-            for x, to in ((1.05, 4.5), (5.1, 5.4), (6.0, 6.5)):
-                arrow(x, below, to, dashed=x < 2)
-            for x, name in ((4.5, "A"), (5.4, "B")):  # all alike, as their ranks are
-                block(x, below - 0.3, 0.6, 0.6, f"${name}_{index}$", colour, 9)
-            ax.text(6.65, middle, "+", **centred, fontsize=15)
-            arrow(6.8, middle, 7.15)
+        arrow(4.0, above, 6.5)
+        below = middle + (stop - start) / 4  # its own way, past W
+        for x, to in ((1.05, 4.5), (5.1, 5.4), (6.0, 6.5)):
+            arrow(x, below, to, dashed=x < 2)
+        for x, matrix in ((4.5, "A"), (5.4, "B")):  # all alike, as their ranks are
+            block(x, below - 0.3, 0.6, 0.6, f"${matrix}_{index}$", colour, 9)
+        ax.text(6.65, middle, "+", **centred, fontsize=15)
+        arrow(6.8, middle, 7.15)
     for x, label in ((0.5, "$x$"), (5.2, "read for its tokens"), (7.7, "$y$")):
         ax.text(x, -0.2, label, ha="center", va="bottom")
     ax.set(xlim=(-1.9, 8.3), ylim=(tokens + 0.1, -0.8))
@@ -52,7 +64,8 @@ def batch(segments, names, ax=None):
 
 def decoding(result: Decoding, ax=None):
     """Tokens per second by how a batch is served."""
-    ax, speeds = theme.axes(ax), result.tokens_per_s
+    ax = theme.axes(ax)
+    speeds = result.tokens_per_s
     for k, (speed, fill) in enumerate(zip(speeds.values(), theme.fills(len(speeds)), strict=True)):
         ax.barh(k, speed, **fill)
         ax.text(speed, k, f" {speed:,.0f}", va="center")
@@ -74,21 +87,29 @@ def popularity(rows, ax=None):
 
 def _grouped(table, adapters, ax=None):
     """A group of bars for each row of ``table``, with the number of its ``adapters``."""
-    ax, count = theme.axes(ax), len(table.columns)
+    ax = theme.axes(ax)
+    count = len(table.columns)
     width = 0.8 / count
     for k, (name, fill) in enumerate(zip(table, theme.fills(count), strict=True)):
-        ax.bar([x + (k - (count - 1) / 2) * width for x in range(len(table))], table[name], width, label=name, **fill)
-    counts = [f"{number} adapter{'s' if number > 1 else ''}" for number in adapters[table.index]]
-    ax.set_xticks(range(len(table)), [f"{case}\n({count})" for case, count in zip(table.index, counts, strict=True)])
+        offset = (k - (count - 1) / 2) * width
+        ax.bar([x + offset for x in range(len(table))], table[name], width, label=name, **fill)
+    labels = []
+    for case in table.index:
+        number = adapters[case]
+        labels.append(f"{case}\n({number} adapter{'s' if number > 1 else ''})")
+    ax.set_xticks(range(len(table)), labels)
     ax.grid(False, axis="x")
     ax.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1))
     return ax
 
 
 def _said(table, digits: str) -> str:
-    return "; ".join(
-        f"{name}: {', '.join(f'{case} {value:{digits}}' for case, value in table[name].items())}" for name in table
-    )
+    """A table in words: each column's values."""
+    columns = []
+    for name in table:
+        values = ", ".join(f"{case} {value:{digits}}" for case, value in table[name].items())
+        columns.append(f"{name}: {values}")
+    return "; ".join(columns)
 
 
 def people(rows, ax=None):

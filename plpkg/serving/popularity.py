@@ -43,8 +43,13 @@ def adapters(popularity: str, requests: int, tenants: int | None = None) -> list
         sizes = [(k + 1) * count // groups - k * count // groups for k in range(groups)]
     while sum(sizes) < count:
         sizes.append(min(int(1.5 ** len(sizes)), count - sum(sizes)))
-    chosen = [k for k, size in enumerate(sorted(sizes, reverse=True)) for _ in range(size)]
-    return [k % (whole_number("tenants", tenants, 1) if tenants is not None else count) for k in chosen]
+    chosen: list[int] = []
+    for k, size in enumerate(sorted(sizes, reverse=True)):
+        chosen += [k] * size
+    if tenants is None:
+        return chosen
+    whole_number("tenants", tenants, 1)
+    return [k % tenants for k in chosen]
 
 
 @dataclass(frozen=True)
@@ -74,11 +79,18 @@ def decode(chosen: list[int], rank: int, model="llama-2-7b", device="a100-80gb-s
 
     ``chosen`` is each request's adapter, ``context`` the positions of each; model and device are the catalog's.
     """
-    shape, processor = catalog.model(model), catalog.device(device)
-    width, kv_width = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
-    sides = 2 * (shape.hidden + width) + 2 * (shape.hidden + kv_width) + 3 * (shape.hidden + shape.intermediate)
+    shape = catalog.model(model)
+    processor = catalog.device(device)
+    width = shape.num_heads * shape.head_dim
+    kv_width = shape.num_kv_heads * shape.head_dim
+    queries_and_outputs = 2 * (shape.hidden + width)  # in and out of each projection
+    keys_and_values = 2 * (shape.hidden + kv_width)
+    feed_forward = 3 * (shape.hidden + shape.intermediate)
+    sides = queries_and_outputs + keys_and_values + feed_forward
     adapter = whole_number("rank", rank, 1) * sides * shape.num_layers
-    backbone = shape.parameters - (0 if shape.tied_embeddings else shape.vocab * shape.hidden)  # it is looked up in
+    backbone = shape.parameters
+    if not shape.tied_embeddings:  # of an embedding alone, only the rows of the tokens are read
+        backbone -= shape.vocab * shape.hidden
     past = 2 * kv_width * shape.cached_positions(context)
 
     def seconds(requests: int, distinct: int) -> float:
@@ -86,9 +98,14 @@ def decode(chosen: list[int], rank: int, model="llama-2-7b", device="a100-80gb-s
         operations = 2 * requests * (backbone + bool(distinct) * adapter)
         return max(read / processor.memory_bandwidth_bytes_per_s, operations / processor.flops_per_s)
 
-    n, sizes = len(chosen), [chosen.count(k) for k in set(chosen)]
-    times = {"no adapters": seconds(n, 0), "one batch": seconds(n, len(sizes))}
-    times["switching"] = sum(seconds(size, 1) for size in sizes)
+    n = len(chosen)
+    sizes = [chosen.count(k) for k in set(chosen)]
+    times = {
+        "no adapters": seconds(n, 0),
+        "one batch": seconds(n, len(sizes)),
+        "switching": sum(seconds(size, 1) for size in sizes),
+    }
     free = processor.memory_bytes - 2 * (shape.parameters + n * past)
     resident = max(0, int(free // (2 * adapter)))
-    return Decoding(n, len(sizes), 2.0 * adapter, resident, {served: n / time for served, time in times.items()})
+    speeds = {served: n / time for served, time in times.items()}
+    return Decoding(n, len(sizes), 2.0 * adapter, resident, speeds)

@@ -21,33 +21,41 @@ class Prefixes:
     """Keys and values of the requests served last: ``capacity`` bytes in all, those used longest ago go first."""
 
     def __init__(self, capacity: int) -> None:
-        self.capacity, self.num_bytes = capacity, 0
+        self.capacity = capacity
+        self.num_bytes = 0
         self._blocks: dict[bytes, KeyValues] = {}
         self._kept: OrderedDict[KeyValues, tuple[tuple[str, str], list[bytes]]] = OrderedDict()
 
     def find(self, owner: tuple[str, str], ids: Sequence[int]) -> tuple[KeyValues | None, int]:
         """The longest beginning of ``ids`` that is there and ends before the last token, and its tokens."""
-        past, positions = None, 0
+        past: KeyValues | None = None
+        positions = 0
         for key in _keys(owner, ids[:-1]):
             if key not in self._blocks:
                 break
-            past, positions = self._blocks[key], positions + BLOCK
+            past = self._blocks[key]
+            positions += BLOCK
         if past is not None:
             self._kept.move_to_end(past)
         return past, positions
 
     def keep(self, owner: tuple[str, str], ids: Sequence[int], past: KeyValues) -> None:
         """Offer what was computed of ``ids``; ``owner`` is the adapter's digest and the account."""
-        if past.num_bytes <= self.capacity and (keys := list(_keys(owner, ids))):
-            self._kept[past] = owner, keys
-            self._blocks |= dict.fromkeys(keys, past)
-            self.num_bytes += past.num_bytes
+        if past.num_bytes > self.capacity:
+            return
+        keys = list(_keys(owner, ids))
+        if not keys:
+            return
+        self._kept[past] = (owner, keys)
+        self._blocks |= dict.fromkeys(keys, past)
+        self.num_bytes += past.num_bytes
         while self.num_bytes > self.capacity:
             self._drop(next(iter(self._kept)))
 
     def forget(self, owner: tuple[str, str]) -> None:
         """Drop all that is one owner's."""
-        for past in [past for past, (whose, _) in self._kept.items() if whose == owner]:
+        theirs = [past for past, (whose, _) in self._kept.items() if whose == owner]
+        for past in theirs:
             self._drop(past)
 
     def _drop(self, past: KeyValues) -> None:

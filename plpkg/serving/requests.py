@@ -9,7 +9,7 @@ import torch
 from plpkg.adapters import Adapter
 from plpkg.batch import Ids, one_text
 from plpkg.decoding import Text, warpers
-from plpkg.serving.attention import KeyValues
+from plpkg.serving.attention import KeyValues, Row
 from plpkg.validation import number, whole_number
 
 
@@ -39,7 +39,7 @@ class Reading(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Request:
-    """What to continue, and how. Of the model's generation config only its end-of-text tokens count.
+    """A prompt to continue, and how. Of the model's generation config only its end-of-text tokens count.
 
     Attributes
     ----------
@@ -91,7 +91,7 @@ class Request:
             raise ValueError("score_prompt needs logprobs: how many of the likeliest tokens are told")
         new = whole_number("max_new_tokens", self.max_new_tokens, 1 if self.logprobs is None else 0)
         if read + len(ids) + new > positions:
-            behind = f" behind the {read} of the reading" * bool(read)
+            behind = f" behind the {read} of the reading" if read else ""
             raise ValueError(f"{len(ids)} ids and {new} new ones{behind} do not fit the model's {positions} positions")
         number("temperature", self.temperature)
         number("top_p", self.top_p, 0, 1, open_low=True)
@@ -124,18 +124,23 @@ class Running:
     told: int = 0  # ids that were scored
 
     def __post_init__(self) -> None:
-        self.prompt, self.generator = len(self.ids), torch.Generator()
-        self.generator.seed() if self.request.seed is None else self.generator.manual_seed(self.request.seed)
+        self.prompt = len(self.ids)
+        self.generator = torch.Generator()
+        if self.request.seed is None:
+            self.generator.seed()
+        else:
+            self.generator.manual_seed(self.request.seed)
 
     @property
     def new(self) -> list[int]:
-        """What was written."""
+        """The ids that were written."""
         return self.ids[self.prompt :]
 
     @property
     def owner(self) -> tuple[str, str]:
-        """On what its keys and values depend besides its ids."""
-        return (self.adapter.digest if self.adapter else "", self.request.account)
+        """The adapter's digest and the account: on them its keys and values depend besides its ids."""
+        digest = self.adapter.digest if self.adapter else ""
+        return digest, self.request.account
 
     def choose(self, scores: torch.Tensor) -> int:
         """The next token, from the ``(vocab,)`` logits after the last; transformers' own processors warp them."""
@@ -150,16 +155,31 @@ class Running:
     def score(self, start: int, scores: torch.Tensor) -> list[Scored]:
         """The tokens from ``start`` on, by the ``(tokens, vocab)`` logits before each; a last row may have no token."""
         ids = self.ids[start : start + len(scores)]
-        logprobs = scores[: len(ids)].to(torch.promote_types(scores.dtype, torch.float32)).log_softmax(-1)
-        top, tokens = logprobs.topk(self.request.logprobs)
-        chosen = logprobs[range(len(ids)), ids]
-        likeliest = ([*zip(*pair, strict=True)] for pair in zip(tokens.tolist(), top.tolist(), strict=True))
-        return [*map(Scored, ids, chosen.tolist(), likeliest)]
+        wide = torch.promote_types(scores.dtype, torch.float32)
+        logprobs = scores[: len(ids)].to(wide).log_softmax(-1)
+        chosen = logprobs[range(len(ids)), ids].tolist()
+        top_logprobs, top_tokens = (each.tolist() for each in logprobs.topk(self.request.logprobs))
+        scored = []
+        for token, logprob, tokens, values in zip(ids, chosen, top_tokens, top_logprobs, strict=True):
+            likeliest = [*zip(tokens, values, strict=True)]
+            scored.append(Scored(token, logprob, likeliest))
+        return scored
+
+    def scored_now(self, row: Row, scores: torch.Tensor) -> list[Scored]:
+        """The tokens that a step's logits ``(tokens, vocab)`` score for the first time."""
+        begin = self.computed + 1 - len(scores)  # the first that they predict
+        scored = self.score(begin, scores)[max(0, self.told - begin) :]  # what is read again was told before
+        if row.each and row.start == self.read and not self.told:
+            scored = self.first() + scored
+        self.told = max(self.told, begin + len(scores))
+        return scored
 
     def first(self) -> list[Scored]:
         """The prompt's first token: nothing but a reading predicts it."""
         reading = self.request.reading
-        return [Scored(self.ids[0])] if reading is None else self.score(self.read, reading.logits)
+        if reading is None:
+            return [Scored(self.ids[0])]
+        return self.score(self.read, reading.logits)
 
     def ended(self, ends: Sequence[int], tokenizer) -> str | None:
         """Why its last token was the last, if it was."""
@@ -167,8 +187,11 @@ class Running:
             return "length"
         stopped = False
         if self.request.stop:
-            self.text = self.text or Text(tokenizer, self.ids[self.read : self.prompt], self.request.stop)
+            if self.text is None:
+                self.text = Text(tokenizer, self.ids[self.read : self.prompt], self.request.stop)
             _, stopped = self.text.add(self.ids[-1])
         if stopped or self.ids[-1] in ends:
             return "stop"
-        return "length" if len(self.new) == self.request.max_new_tokens else None
+        if len(self.new) == self.request.max_new_tokens:
+            return "length"
+        return None

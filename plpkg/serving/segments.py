@@ -28,15 +28,20 @@ class Segments(list):
     @cached_property
     def blocks(self) -> list[tuple[slice, slice, int]]:
         """Rows, indices and length of each run of adjoining segments of one length whose indices count up."""
-        blocks: list[list[int]] = []
+        blocks: list[tuple[slice, slice, int]] = []
         for start, stop, index in self:
-            if index is None or start == stop:
+            length = stop - start
+            if index is None or length == 0:
                 continue
-            if blocks and [start, index, stop - start] == blocks[-1][1::2] + blocks[-1][4:]:
-                blocks[-1][1], blocks[-1][3] = stop, index + 1
-            else:
-                blocks.append([start, stop, index, index + 1, stop - start])
-        return [(slice(a, b), slice(i, j), length) for a, b, i, j, length in blocks]
+            rows, adapters = slice(start, stop), slice(index, index + 1)
+            if blocks:
+                rows_before, adapters_before, length_before = blocks[-1]
+                if (rows_before.stop, adapters_before.stop, length_before) == (start, index, length):
+                    rows = slice(rows_before.start, stop)
+                    adapters = slice(adapters_before.start, index + 1)
+                    blocks.pop()
+            blocks.append((rows, adapters, length))
+        return blocks
 
 
 def add_sgmv(
@@ -47,8 +52,9 @@ def add_sgmv(
         return kernel.add_sgmv(y, x, downs, ups, scales, segments)
     for rows, adapters, length in segments.blocks:
         if rows.stop - rows.start == length:  # one segment: a product of matrices, which needs no batch
-            v = x[rows] @ downs[adapters.start].T  # (length, rank)
-            y[rows].addmm_(v.mul_(scales[adapters.start]), ups[adapters.start].T)
+            index = adapters.start
+            v = x[rows] @ downs[index].T  # (length, rank)
+            y[rows].addmm_(v.mul_(scales[index]), ups[index].T)
         else:
             v = torch.bmm(x[rows].unflatten(0, (-1, length)), downs[adapters].mT)  # (adapters, length, rank)
             y[rows].unflatten(0, (-1, length)).baddbmm_(v.mul_(scales[adapters, None, None]), ups[adapters].mT)
@@ -67,10 +73,13 @@ class _Sgmv(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, downs, ups, scales = ctx.saved_tensors
-        dx, d_downs, d_ups = (torch.zeros_like(t) for t in (x, downs, ups))
+        dx = torch.zeros_like(x)
+        d_downs = torch.zeros_like(downs)
+        d_ups = torch.zeros_like(ups)
         add_sgmv(dx, g.contiguous(), ups.mT, downs.mT, scales, ctx.segments)
         for rows, adapters, length in ctx.segments.blocks:
-            x_s, g_s = (t[rows].unflatten(0, (-1, length)) for t in (x, g))  # (adapters, length, …)
+            x_s = x[rows].unflatten(0, (-1, length))  # (adapters, length, hidden)
+            g_s = g[rows].unflatten(0, (-1, length))  # (adapters, length, out)
             g_s = g_s * scales[adapters, None, None].to(g.dtype)
             d_downs[adapters] += torch.bmm(torch.bmm(g_s, ups[adapters]).mT, x_s)
             d_ups[adapters] += torch.bmm(g_s.mT, torch.bmm(x_s, downs[adapters].mT))
@@ -84,7 +93,7 @@ def sgmv(
     scales: Sequence[float] | torch.Tensor,
     segments: Sequence[tuple[int, int, int | None]],
 ) -> torch.Tensor:
-    """What every token's own adapter adds to a linear layer's output.
+    """The product that every token's own adapter adds to a linear layer's output.
 
     Parameters
     ----------
@@ -109,17 +118,21 @@ def sgmv(
     ValueError
         Segments that overlap or leave the batch, an adapter that is not there, shapes that do not fit.
     """
-    segments = segments if isinstance(segments, Segments) else Segments(map(tuple, segments))
+    if not isinstance(segments, Segments):
+        segments = Segments(map(tuple, segments))
     if not len(downs) == len(ups) == len(scales) > 0:
         raise ValueError(f"downs, ups and scales must be of one length, got {len(downs)}, {len(ups)}, {len(scales)}")
-    hidden, out = x.shape[-1], ups[0].shape[0]
+    hidden = x.shape[-1]
+    out = ups[0].shape[0]
     for i, (down, up) in enumerate(zip(downs, ups, strict=True)):
-        if (tuple(down.shape), tuple(up.shape)) != ((len(down), hidden), (out, len(down))):
+        rank = len(down)
+        if tuple(down.shape) != (rank, hidden) or tuple(up.shape) != (out, rank):
             shapes = f"{tuple(down.shape)} and {tuple(up.shape)}"
             raise ValueError(f"A and B of adapter {i} must be (rank, {hidden}) and ({out}, rank), got {shapes}")
     end = 0
     for start, stop, index in segments:
-        if not (end <= start <= stop <= len(x) and (index is None or 0 <= index < len(downs))):
+        is_there = index is None or 0 <= index < len(downs)
+        if not (end <= start <= stop <= len(x) and is_there):
             raise ValueError(f"segment {(start, stop, index)} does not fit {len(x)} tokens, {len(downs)} adapters")
         end = stop
     if not isinstance(downs, torch.Tensor):

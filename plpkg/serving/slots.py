@@ -8,6 +8,7 @@ gap has opened before a step, the last adapter in use moves into it.
 """
 
 import contextlib
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -28,19 +29,22 @@ class Hooks:
     """Hooks on the named modules of a model, until :meth:`close`."""
 
     def __init__(self, model: torch.nn.Module, modules: Iterable[str]) -> None:
-        self._groups, self._device = (), model.device.type
+        self._groups: tuple[Group, ...] = ()
+        self._device = model.device.type
         self._handles = [model.get_submodule(name).register_forward_hook(self._hook(name)) for name in modules]
 
     def _hook(self, name: str):
         def add(_, arguments, output):
             for segments, factors in self._groups:
-                if name in factors:
-                    x = arguments[0].flatten(0, -2)  # (tokens, hidden)
-                    if torch.is_grad_enabled():
-                        added = sgmv(x.to(factors[name][0].dtype), *factors[name], segments)
-                        output = output + added.view_as(output).to(output.dtype)
-                    else:
-                        add_sgmv(output.flatten(0, -2), x, *factors[name], segments)
+                if name not in factors:
+                    continue
+                downs, ups, scales = factors[name]
+                x = arguments[0].flatten(0, -2)  # (tokens, hidden)
+                if torch.is_grad_enabled():
+                    added = sgmv(x.to(downs.dtype), downs, ups, scales, segments)
+                    output = output + added.view_as(output).to(output.dtype)
+                else:
+                    add_sgmv(output.flatten(0, -2), x, downs, ups, scales, segments)
             return output
 
         return add
@@ -95,8 +99,10 @@ class Pool:
             slot = idle[0] if idle else self._grow(adapter)
             self.digests[slot] = None  # until all of it is there
             for name, each in adapter.factors.items():
-                for stack, value in zip(self.factors[name], (each.down, each.up, each.scale), strict=True):
-                    stack[slot] = value
+                downs, ups, scales = self.factors[name]
+                downs[slot] = each.down
+                ups[slot] = each.up
+                scales[slot] = each.scale
             self.digests[slot] = adapter.digest
         self.users[adapter.digest] = self.users.get(adapter.digest, 0) + 1
 
@@ -108,15 +114,20 @@ class Pool:
 
     def clear(self, kept: set[str]) -> None:
         """Empty the slots of adapters that nobody uses, but for those to keep, by digest."""
+        needed = {None} | kept | self.users.keys()
         for slot, digest in enumerate(self.digests):
-            if digest is not None and digest not in kept and digest not in self.users:
+            if digest not in needed:
                 self._erase(slot)
 
     @torch.inference_mode()
     def _erase(self, slot: int) -> None:
         self.digests[slot] = None
-        for stack in (stack for stacks in self.factors.values() for stack in stacks):
+        for stack in self._stacks():
             stack[slot].zero_()
+
+    def _stacks(self) -> Iterator[torch.Tensor]:
+        """All modules' downs, ups and scales."""
+        return itertools.chain.from_iterable(self.factors.values())
 
     def close_gaps(self) -> None:
         """Move adapters so that those in use have the first slots."""
@@ -124,22 +135,27 @@ class Pool:
         for gap in sorted(set(range(len(used))) - set(used)):
             last = used.pop()
             self.digests[gap] = None  # until all of the other is there
-            for stack in (stack for stacks in self.factors.values() for stack in stacks):
+            for stack in self._stacks():
                 stack[gap].copy_(stack[last])
             self.digests[gap] = self.digests[last]
             self._erase(last)  # no copy outlives the adapter
 
     def _grow(self, adapter: Adapter) -> int:
         """Twice as many slots; returns the first new one."""
-        taken, slots = len(self.digests), max(4, 2 * len(self.digests))
+        taken = len(self.digests)
+        slots = max(4, 2 * taken)
         for name, each in adapter.factors.items():
             weight = self._model.get_submodule(name).weight
             dtype = weight.dtype if weight.is_floating_point() else self._model.dtype
-            wide = torch.promote_types(dtype, torch.float32)  # for the scales
-            made = ((dtype, each.down.shape), (dtype, each.up.shape), (wide, ()))
-            stacks = tuple(weight.new_empty(slots, *shape, dtype=dtype) for dtype, shape in made)
-            for stack, old in zip(stacks, self.factors.get(name, stacks), strict=True):
-                stack[:taken] = old[:taken]
+            wide = torch.promote_types(dtype, torch.float32)  # of the scales: 1/3 has few digits in bfloat16
+            stacks = (
+                weight.new_empty(slots, *each.down.shape, dtype=dtype),
+                weight.new_empty(slots, *each.up.shape, dtype=dtype),
+                weight.new_empty(slots, dtype=wide),
+            )
+            if taken:
+                for stack, old in zip(stacks, self.factors[name], strict=True):
+                    stack[:taken] = old
             self.factors[name] = stacks
         self.digests += [None] * (slots - taken)
         return taken

@@ -81,22 +81,11 @@ def train_many(
     number("lr", lr, open_low=True)
     if max_grad_norm is not None:
         number("max_grad_norm", max_grad_norm, open_low=True)
-    if isinstance(configs, LoraConfig):
-        configs = dict.fromkeys(batches, configs)
-    if configs.keys() != batches.keys() or not configs:
-        raise ValueError(f"configs are of {sorted(configs)}, batches of {sorted(batches)}: each person needs both")
-    if others := [name for name, each in configs.items() if not isinstance(each, LoraConfig)]:
-        raise ValueError(f"the configuration of {others[0]!r} must be a LoraConfig, got {shown(configs[others[0]])}")
-    forms: dict[tuple, dict[str, dict[str, Factors]]] = {}
-    kinds: dict[str, _Form] = {}  # of many people, who have few of them
-    for name, config in configs.items():
-        if repr(config) not in kinds:
-            kinds[repr(config)] = _form(model, config, name)
-        factors = _first(model, kinds[repr(config)], name, seed)
-        forms.setdefault(tuple((m, f.down.shape, f.scale) for m, f in factors.items()), {})[name] = factors
-    stacks = [_Stack(people) for people in forms.values()]
+    configs = _checked(configs, batches)
+    stacks, completed = _stacks(model, configs, seed)
     coming = {name: endless(f"the batches of {name!r}", _several(each)) for name, each in batches.items()}
-    hooks = Hooks(model, {module for stack in stacks for module in stack.scales})
+    adapted = set(itertools.chain.from_iterable(stack.scales for stack in stacks))
+    hooks = Hooks(model, adapted)
 
     def gradient(step: int) -> float:
         total = 0.0
@@ -109,55 +98,118 @@ def train_many(
                     if not math.isfinite(loss):
                         raise FloatingPointError(f"the loss of {name!r} in step {step + 1} is {loss}: take a lower lr")
                     total += loss
-                for leaf, g in zip(stack.leaves, gradients, strict=True):
-                    leaf.grad = g if leaf.grad is None else leaf.grad.add_(g)
+                stack.add(gradients)
             if max_grad_norm is not None:
                 stack.clip(max_grad_norm)
         return total / len(configs)
 
-    leaves = [leaf for stack in stacks for leaf in stack.leaves]
+    leaves = [*itertools.chain.from_iterable(stack.leaves for stack in stacks)]
     optimizer = torch.optim.AdamW(leaves, lr=lr, weight_decay=0, fused=True)
     bar = tqdm(range(steps), disable=not progress, desc=f"{len(configs)} adapters")
     with frozen(model), contextlib.closing(hooks):
         for _, loss in learn(bar, gradient, [optimizer], lambda step: lr):
             bar.set_postfix(loss=f"{loss:.3f}")
-    trained = {name: factors for stack in stacks for name, factors in stack.factors().items()}
-    completed, backbone = {name: kinds[repr(each)].config for name, each in configs.items()}, base_fingerprint(model)
-    return {name: Adapter.of(each, trained[name], backbone=backbone) for name, each in completed.items()}
+    trained: dict[str, dict[str, Factors]] = {}
+    for stack in stacks:
+        trained |= stack.factors()
+    backbone = base_fingerprint(model)
+    return {name: Adapter.of(config, trained[name], backbone=backbone) for name, config in completed.items()}
+
+
+def _checked(configs: LoraConfig | Mapping[str, LoraConfig], batches: Mapping[str, object]) -> Mapping[str, LoraConfig]:
+    """Each person's configuration."""
+    if isinstance(configs, LoraConfig):
+        configs = dict.fromkeys(batches, configs)
+    if configs.keys() != batches.keys() or not configs:
+        raise ValueError(f"configs are of {sorted(configs)}, batches of {sorted(batches)}: each person needs both")
+    for name, config in configs.items():
+        if not isinstance(config, LoraConfig):
+            raise ValueError(f"the configuration of {name!r} must be a LoraConfig, got {shown(config)}")
+    return configs
+
+
+def _stacks(
+    model: PreTrainedModel, configs: Mapping[str, LoraConfig], seed: int
+) -> tuple[list["_Stack"], dict[str, LoraConfig]]:
+    """A stack of people for each form of adapter; and by person the configuration as PEFT completes it."""
+    forms: dict[str, _Form] = {}  # many people have few of them
+    alike: dict[tuple, dict[str, dict[str, Factors]]] = {}
+    completed = {}
+    for name, config in configs.items():
+        written = repr(config)
+        if written not in forms:
+            forms[written] = _form(model, config, name)
+        completed[name] = forms[written].config
+        factors = _first(model, forms[written], name, seed)
+        shapes = tuple((module, each.down.shape, each.scale) for module, each in factors.items())
+        alike.setdefault(shapes, {})[name] = factors
+    return [_Stack(people) for people in alike.values()], completed
 
 
 class _Stack:
-    """The factors of people whose adapters have one form; ``leaves`` are A ``(people, rank, in)`` and B in turn."""
+    """The factors of people whose adapters have one form.
+
+    Attributes
+    ----------
+    names
+        Whose they are.
+    scales
+        By module.
+    leaves
+        In the modules' order A ``(people, rank, in)`` and B ``(people, out, rank)``, by turns.
+    """
 
     def __init__(self, people: dict[str, dict[str, Factors]]) -> None:
-        self.names, each = list(people), list(people.values())
-        self.scales = {module: factors.scale for module, factors in each[0].items()}
-        sides = [[getattr(p[m], side) for p in each] for m in self.scales for side in ("down", "up")]
-        self.leaves = [torch.stack(side).requires_grad_() for side in sides]
+        self.names = list(people)
+        everybody = list(people.values())
+        self.scales = {module: factors.scale for module, factors in everybody[0].items()}
+        self.leaves: list[torch.Tensor] = []
+        for module in self.scales:
+            downs = torch.stack([factors[module].down for factors in everybody])
+            ups = torch.stack([factors[module].up for factors in everybody])
+            self.leaves += [downs.requires_grad_(), ups.requires_grad_()]
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """Each module with its A and B."""
         return zip(self.scales, self.leaves[::2], self.leaves[1::2], strict=True)
 
     def group(self, chosen: slice, texts: list["_Text"]) -> Group:
+        """The factors of the people chosen, each one's for the tokens of their own text, padded to the longest."""
         longest = max(text.ids.shape[1] for text in texts)
-        ends = [0, *itertools.accumulate(len(text.ids) * longest for text in texts)]
-        segments = Segments((start, stop, k) for k, (start, stop) in enumerate(itertools.pairwise(ends)))
-        return Group(segments, {m: (a[chosen], b[chosen], [self.scales[m]] * len(texts)) for m, a, b in self})
+        segments = Segments()
+        end = 0
+        for k, text in enumerate(texts):
+            begin = end
+            end += len(text.ids) * longest
+            segments.append((begin, end, k))
+        factors = {}
+        for module, downs, ups in self:
+            factors[module] = (downs[chosen], ups[chosen], [self.scales[module]] * len(texts))
+        return Group(segments, factors)
+
+    def add(self, gradients: Iterable[torch.Tensor]) -> None:
+        """Add to the gradients of the leaves."""
+        for leaf, gradient in zip(self.leaves, gradients, strict=True):
+            leaf.grad = gradient if leaf.grad is None else leaf.grad.add_(gradient)
 
     def clip(self, max_grad_norm: float) -> None:
-        norms = sum(leaf.grad.flatten(1).square().sum(1) for leaf in self.leaves).sqrt()  # (people,)
+        """Shorten each person's gradient to this norm, if it is longer."""
+        squares = sum(leaf.grad.flatten(1).square().sum(1) for leaf in self.leaves)  # (people,)
+        shortened = (max_grad_norm / squares.sqrt()).clamp(max=1)
         for leaf in self.leaves:
-            leaf.grad.mul_((max_grad_norm / norms).clamp(max=1).view(-1, 1, 1))
+            leaf.grad.mul_(shortened.view(-1, 1, 1))
 
     def factors(self) -> dict[str, dict[str, Factors]]:
-        return {
-            name: {m: Factors(a[k].detach(), b[k].detach(), self.scales[m]) for m, a, b in self}
-            for k, name in enumerate(self.names)
-        }
+        """By person and module, the factors as they are now."""
+        found: dict[str, dict[str, Factors]] = {name: {} for name in self.names}
+        for module, downs, ups in self:
+            for name, down, up in zip(self.names, downs.detach(), ups.detach(), strict=True):
+                found[name][module] = Factors(down, up, self.scales[module])
+        return found
 
 
 class _Form(NamedTuple):
-    """What a configuration, as PEFT completes it, adapts: by module, its in and out, the rank and the scale."""
+    """A configuration as PEFT completes it; and by module that it adapts, its in and out, the rank and the scale."""
 
     config: LoraConfig
     modules: dict[str, tuple[int, int, int, float]]
@@ -168,7 +220,8 @@ def _form(model: PreTrainedModel, config: LoraConfig, name: str) -> _Form:
     if config.lora_dropout or config.init_lora_weights is not True:
         given = f"lora_dropout={config.lora_dropout} and init_lora_weights={config.init_lora_weights!r}"
         raise ValueError(f"{name!r} has {given}: only 0 and True are trained here")
-    shapes, config = targets(model), copy.deepcopy(config)
+    shapes = targets(model)
+    config = copy.deepcopy(config)  # PEFT writes into it
     empty = {id(p): torch.nn.Parameter(p.to("meta"), False) for p in model.parameters()}
     empty |= {id(b): b.to("meta") for b in model.buffers()}
     try:
@@ -176,19 +229,25 @@ def _form(model: PreTrainedModel, config: LoraConfig, name: str) -> _Form:
     except Exception as error:  # a variant of LoRA can raise anything
         raise ValueError(f"PEFT refuses the configuration of {name!r}: {error}") from error
     layers = {path: layer for path, layer in skeleton.named_modules() if isinstance(layer, BaseTunerLayer)}
-    if others := sorted(layers.keys() - shapes):
+    others = sorted(layers.keys() - shapes)
+    if others:
         raise ValueError(f"{name!r} adapts {others[0]}, which is no linear module of this model's body")
-    found = {path: (layer.r["default"], layer.scaling["default"]) for path, layer in layers.items()}
-    return _Form(config, {path: (*shapes[path], *found[path]) for path in shapes if path in found})
+    modules = {}
+    for path, (n_in, n_out) in shapes.items():  # in the model's order
+        if path in layers:
+            modules[path] = (n_in, n_out, layers[path].r["default"], layers[path].scaling["default"])
+    return _Form(config, modules)
 
 
 def _first(model: PreTrainedModel, form: _Form, name: str, seed: int) -> dict[str, Factors]:
     """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
-    own = hashlib.sha256(f"{seed} {name}".encode()).digest()[:7]
-    generator, factors = torch.Generator().manual_seed(int.from_bytes(own)), {}
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
     like = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
+    factors = {}
     for module, (n_in, n_out, rank, scale) in form.modules.items():
-        down = torch.empty(rank, n_in).uniform_(-(n_in**-0.5), n_in**-0.5, generator=generator)
+        bound = n_in**-0.5
+        down = torch.empty(rank, n_in).uniform_(-bound, bound, generator=generator)
         factors[module] = Factors(down.to(**like), torch.zeros(n_out, rank, **like), scale)
     Adapter.of(form.config, factors)  # what could not be served is not trained
     return factors
@@ -219,31 +278,51 @@ def per_person_gradients(
         Something else is trained, or a trained weight is used in another way than by its layer's call.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    body = {m for m in base.base_model.modules() if isinstance(m, torch.nn.Linear)}
-    layers = {f"{n}.weight": m for n, m in model.named_modules() if m in body}
-    if not trained:
-        raise ValueError(f"no weight of this {type(base).__name__} is trained: none requires a gradient")
-    if others := sorted(trained.keys() - layers):
-        raise ValueError(f"only weights of the body's nn.Linear may be trained here, and {others[0]!r} is")
-    parts = {name: [p.new_zeros(0, *p.shape)] for name, p in trained.items()}
+    layers = _linear_layers(model, trained)
     texts = [_text(name, batch, model) for name, batch in batches.items()]
+    parts = {name: [p.new_zeros(0, *p.shape)] for name, p in trained.items()}
     for chosen in _groups(texts, max_tokens):
         calls: dict[str, list] = {name: [] for name in trained}
         with contextlib.ExitStack() as stack:
-            for name in trained:
-                stack.callback(layers[name].register_forward_hook(_keep(calls[name])).remove)
-            _, whole = _gradients(model, texts[chosen], list(trained.values()))
+            for name, layer in layers.items():
+                stack.callback(layer.register_forward_hook(_keep(calls[name])).remove)
+            _, totals = _gradients(model, texts[chosen], list(trained.values()))
         rows = [len(text.ids) for text in texts[chosen]]
-        for (name, seen), total in zip(calls.items(), whole, strict=True):
-            seen = [call for call in seen if call[1] is not None]  # a checkpoint's second call has no gradient
-            people = [zip(x.split(rows), g.split(rows), strict=True) for x, g in seen]  # of each call of the layer
-            products = [torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in call]) for call in people]
-            parts[name].append(sum(products))  # (people, out, in)
-            rounding = torch.finfo(total.dtype).eps ** 0.5 * float(parts[name][-1].abs().sum(0).max())
-            if not torch.allclose(parts[name][-1].sum(0), total, rtol=0, atol=rounding):
+        for name, total in zip(trained, totals, strict=True):
+            each = _by_person(calls[name], rows)
+            rounding = torch.finfo(total.dtype).eps ** 0.5 * float(each.abs().sum(0).max())
+            if not torch.allclose(each.sum(0), total, rtol=0, atol=rounding):
                 raise ValueError(f"the gradients of {name!r} do not add up: it is used elsewhere than in its layer")
+            parts[name].append(each)
     return {name: torch.cat(each) for name, each in parts.items()}
+
+
+def _linear_layers(model: PreTrainedModel, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Linear]:
+    """By trained weight its layer, which must be an ``nn.Linear`` of the body."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not trained:
+        raise ValueError(f"no weight of this {type(base).__name__} is trained: none requires a gradient")
+    body = {module for module in base.base_model.modules() if isinstance(module, torch.nn.Linear)}
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if module in body}
+    others = sorted(trained.keys() - layers)
+    if others:
+        raise ValueError(f"only weights of the body's nn.Linear may be trained here, and {others[0]!r} is")
+    return {name: layers[name] for name in trained}
+
+
+def _by_person(calls: list, rows: list[int]) -> torch.Tensor:
+    """The gradient ``(people, out, in)`` of a layer's weight, of people who have so many rows of its calls.
+
+    A call is the layer's input x ``(rows, seq, in)`` and the gradient g ``(rows, seq, out)`` of its output; a person's
+    gradient is gᵀx, summed over their rows and the calls.
+    """
+    total = 0
+    for inputs, output_gradients in calls:
+        if output_gradients is None:  # a checkpoint's second call
+            continue
+        people = zip(inputs.split(rows), output_gradients.split(rows), strict=True)
+        total = total + torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in people])
+    return total
 
 
 def _keep(calls: list):
@@ -258,8 +337,10 @@ def _keep(calls: list):
 
 
 def _several(batches) -> Iterable:
-    one = isinstance(batches, Mapping) or (isinstance(batches, torch.Tensor) and batches.dim() < 3)
-    return [batches] if one else batches
+    """A person's batches, of which one may have come alone."""
+    is_mapping = isinstance(batches, Mapping)
+    is_ids = isinstance(batches, torch.Tensor) and batches.dim() < 3
+    return [batches] if is_mapping or is_ids else batches
 
 
 class _Text(NamedTuple):
@@ -271,10 +352,10 @@ class _Text(NamedTuple):
 
 def _text(name: str, batch, model: PreTrainedModel) -> _Text:
     ids, labels = ids_and_labels(batch, f"the batch of {name!r}")
-    vocab, learnt = model.get_input_embeddings().weight.shape[0], labels[labels != IGNORED]
-    for each in filter(torch.Tensor.numel, (ids, learnt)):
-        if not 0 <= each.min() <= each.max() < vocab:
-            raise ValueError(f"the batch of {name!r} has ids from {each.min()} to {each.max()}, vocab={vocab}")
+    vocab = model.get_input_embeddings().weight.shape[0]
+    for tokens in (ids, labels[labels != IGNORED]):
+        if tokens.numel() and not 0 <= tokens.min() <= tokens.max() < vocab:
+            raise ValueError(f"the batch of {name!r} has ids from {tokens.min()} to {tokens.max()}, vocab={vocab}")
     if not (labels[:, 1:] != IGNORED).any():  # the first token is never predicted
         raise ValueError(f"the batch of {name!r} leaves nothing to learn of {tuple(ids.shape)} ids")
     return _Text(ids.to(model.device), labels.to(model.device))
@@ -286,30 +367,51 @@ def _gradients(
     """The mean loss of each text ``(samples, seq)``, and the gradient of their sum."""
     if not torch.is_grad_enabled():
         raise ValueError("gradients are off: train outside torch.no_grad() and torch.inference_mode()")
-    model = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # Padding stands on the right, where causal attention never looks; it needs no attention mask.
-    ids = pad_sequence([row for text in texts for row in text.ids], batch_first=True).long()  # (rows, seq)
-    labels = [row[1:] for text in texts for row in text.labels]
-    labels = pad_sequence(labels, batch_first=True, padding_value=IGNORED).long()  # (rows, seq - 1)
-    predicts = labels != IGNORED
-    owner = torch.arange(len(texts)).repeat_interleave(torch.tensor([len(text.ids) for text in texts]))  # (rows,)
-    owner, labels = owner.to(ids.device)[:, None].expand_as(labels)[predicts], labels[predicts]
+    if hasattr(model, "get_base_model"):
+        model = model.get_base_model()
+    ids, labels = _padded(texts)
+    predicts = labels != IGNORED  # (rows, seq - 1)
+    rows = torch.tensor([len(text.ids) for text in texts])
+    owner = torch.arange(len(texts)).repeat_interleave(rows).to(ids.device)  # (rows,): whose text it is
+    owner = owner[:, None].expand_as(labels)[predicts]  # (tokens,)
+    labels = labels[predicts]
     hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1][predicts]  # (tokens, hidden)
-    leaf, losses = hidden.detach().requires_grad_(), hidden.new_zeros(len(texts), dtype=torch.float64)
-    share, size = 1 / torch.bincount(owner).double(), max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
-    for h, label, k in zip(*(t.split(size) for t in (leaf, labels, owner)), strict=True):
+    leaf = hidden.detach().requires_grad_()
+    share = 1 / torch.bincount(owner).double()  # of a token in its text's mean
+    losses = hidden.new_zeros(len(texts), dtype=torch.float64)
+    size = max(1, LOGITS // model.get_output_embeddings().weight.shape[0])
+    for h, label, k in zip(leaf.split(size), labels.split(size), owner.split(size), strict=True):
         loss = cross_entropy(logits_of(model, h), label, reduction="none") * share[k]
         losses.index_add_(0, k, loss.detach())
         loss.sum().backward()
     return losses, torch.autograd.grad(hidden, leaves, leaf.grad)
 
 
+def _padded(texts: list[_Text]) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows' ids ``(rows, seq)``, and what follows each but the last, ``(rows, seq - 1)``.
+
+    Padding stands on the right, where causal attention never looks; it needs no attention mask.
+    """
+    ids: list[torch.Tensor] = []
+    labels: list[torch.Tensor] = []
+    for text in texts:
+        ids += text.ids
+        labels += text.labels[:, 1:]
+    return (
+        pad_sequence(ids, batch_first=True).long(),
+        pad_sequence(labels, batch_first=True, padding_value=IGNORED).long(),
+    )
+
+
 def _groups(texts: list[_Text], max_tokens: int) -> Iterator[slice]:
     """Runs of people whose texts, padded to the longest, have at most so many tokens; one person at least."""
-    first, max_tokens = 0, whole_number("max_tokens", max_tokens, 1)
+    whole_number("max_tokens", max_tokens, 1)
+    first = 0
     for k in range(len(texts)):
         group = [text.ids for text in texts[first : k + 1]]
-        if k > first and sum(map(len, group)) * max(each.shape[1] for each in group) > max_tokens:
+        rows = sum(len(ids) for ids in group)
+        longest = max(ids.shape[1] for ids in group)
+        if k > first and rows * longest > max_tokens:
             yield slice(first, k)
             first = k
     if texts:

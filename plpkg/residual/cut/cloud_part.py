@@ -18,7 +18,8 @@ class OwnInEachThread(nn.Module):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
-        self.module, self._copy = module, PerThread()
+        self.module = module
+        self._copy = PerThread()
 
     def forward(self, *args, **options):
         if not hasattr(self._copy, "module"):
@@ -50,7 +51,9 @@ class CloudPart(nn.Module):
 
     def __init__(self, decoder: nn.Module, exchanges: list[Exchange], riders: list[int], here: Here) -> None:
         super().__init__()
-        self.decoder, self.riders, self._here = decoder, riders, here
+        self.decoder = decoder
+        self.riders = riders
+        self._here = here
         self.exchanges = nn.ModuleList(exchanges)
         self.make_cache: Callable[[nn.Module], Cache] | None = None
         self.requires_grad_(False)
@@ -72,7 +75,8 @@ class CloudPart(nn.Module):
         if self.make_cache is not None:
             cache = self.make_cache(self.decoder)
             for layer in cache.layers:  # a cache that evicts refuses it as a whole
-                getattr(layer, "activate_past_recording", lambda: None)()
+                if hasattr(layer, "activate_past_recording"):
+                    layer.activate_past_recording()
             return cache
         cache = new_cache(self.decoder)
         for layer in cache.layers:
@@ -89,8 +93,10 @@ class CloudPart(nn.Module):
     ) -> torch.Tensor:
         """Run the layers: ``(batch, seq, hidden)`` to ``(batch, seq, hidden + riders)``."""
         self._here.shape = tuple(hidden.shape[:-1])
-        bounded = cache is not None and self.make_cache is not None
-        with cache.reading(*hidden.shape[:2]) if bounded else contextlib.nullcontext():
+        reading = contextlib.nullcontext()
+        if cache is not None and self.make_cache is not None:  # a bounded one
+            reading = cache.reading(*hidden.shape[:2])
+        with reading:
             final = run_layers(self.decoder, hidden, attention_mask, position_ids, cache)
         if not self.riders:
             return final

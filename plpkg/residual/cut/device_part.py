@@ -33,7 +33,8 @@ class LoraBranches(nn.Module):
         self.scaling = [p.scaling[adapter_name] for p in projections]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat([b(a(x)) * scale for a, b, scale in zip(self.a, self.b, self.scaling, strict=True)], dim=-1)
+        branches = zip(self.a, self.b, self.scaling, strict=True)
+        return torch.cat([b(a(x)) * scale for a, b, scale in branches], dim=-1)
 
 
 class Folded(nn.Module):
@@ -49,7 +50,7 @@ class Folded(nn.Module):
 
 
 class Tail(nn.Module):
-    """What stands between the cloud's layers and the LM head: ``norm(h + m(u))``.
+    """Final norm between the cloud's layers and the LM head: ``norm(h + m(u))``.
 
     Attributes
     ----------
@@ -63,17 +64,22 @@ class Tail(nn.Module):
 
     def __init__(self, norm: nn.Module, m: nn.Module | None, hidden: int, numbers: int) -> None:
         super().__init__()
-        self.norm, self.m, self.hidden, self.numbers = norm, m, hidden, numbers
+        self.norm = norm
+        self.m = m
+        self.hidden = hidden
+        self.numbers = numbers
 
     def forward(self, final: torch.Tensor) -> torch.Tensor:
         """``(batch, seq, hidden + numbers)`` to ``(batch, seq, hidden)``."""
         h, u = final.split([self.hidden, self.numbers], dim=-1)
-        return self.norm(h if self.m is None else h + answer(self.m, u).to(h.dtype))
+        if self.m is not None:
+            h = h + answer(self.m, u).to(h.dtype)
+        return self.norm(h)
 
 
 @dataclass
 class DeviceCache:
-    """What the device remembers of a sequence.
+    """Memory that the device has of a sequence.
 
     Attributes
     ----------
@@ -127,22 +133,29 @@ class DevicePart(nn.Module):
         super().__init__()
         self.tail = tail
         self.ranks = ranks
-        self.embedding, self.positions = embedding, positions
-        self.first, self.last = first, last
+        self.embedding = embedding
+        self.positions = positions
+        self.first = first
+        self.last = last
         self.matrices = nn.ModuleList(nn.ModuleList(group) for group in matrices)
         self.lm_head = lm_head
-        self.softcap, self.scale = softcap, scale
-        self._asked: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self.softcap = softcap
+        self.scale = scale
+        self._asked: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}  # by exchange, u and M·u of each chunk
 
     @property
     def width(self) -> int:
         """Of what comes from the cloud at the end of a pass, each position."""
-        return self.embedding.embedding_dim + (0 if self.tail is None else self.tail.numbers)
+        hidden = self.embedding.embedding_dim
+        return hidden if self.tail is None else hidden + self.tail.numbers
 
     def new_cache(self) -> DeviceCache:
         """For a new sequence."""
-        first, last = (part and new_cache(part) for part in (self.first, self.last))
-        return DeviceCache(first, last, stacked=tuple(_stacked(group) for group in self.matrices))
+        return DeviceCache(
+            first=None if self.first is None else new_cache(self.first),
+            last=None if self.last is None else new_cache(self.last),
+            stacked=tuple(_stacked(group) for group in self.matrices),
+        )
 
     def embed(
         self,
@@ -151,7 +164,7 @@ class DevicePart(nn.Module):
         position_ids: torch.Tensor | None = None,
         cache: DeviceCache | None = None,
     ) -> torch.Tensor:
-        """What goes to the cloud for ``(batch, seq)`` tokens: ``(batch, seq, hidden)``."""
+        """Hidden states ``(batch, seq, hidden)`` that go to the cloud for ``(batch, seq)`` tokens."""
         if cache is None:
             cache = DeviceCache(None, None)
         if position_ids is None:
@@ -159,8 +172,10 @@ class DevicePart(nn.Module):
         cache.seen += input_ids.shape[1]
         hidden = self.embedding(input_ids)
         if self.positions is not None:
-            at = (None, 0, position_ids) if hasattr(self.positions, "offset") else (position_ids,)  # OPT's, GPT-2's
-            hidden = hidden + self.positions(*at)
+            if hasattr(self.positions, "offset"):  # OPT's takes a mask, the length before, and then positions
+                hidden = hidden + self.positions(None, 0, position_ids)
+            else:  # GPT-2's
+                hidden = hidden + self.positions(position_ids)
         if self.first is None:
             return hidden
         return run_layers(self.first, hidden, attention_mask, position_ids, cache.first)
@@ -170,17 +185,18 @@ class DevicePart(nn.Module):
     ) -> torch.Tensor:
         """M·u for each projection of an exchange: ``(projections, batch, seq, r_c2d)`` to ``(…, r_d2c)``.
 
-        With ``train`` what :meth:`residual_backward` needs is kept until it is called, of so many equal parts of the
+        With ``train`` what :meth:`residual_backward` needs is kept until it is called, of so many equal chunks of the
         batch; without, and with a ``cache``, M is as it was when the sequence began.
         """
-        if not train and cache is not None and cache.stacked[group] is not None:
-            return u.to(cache.stacked[group]) @ cache.stacked[group]
-        if not train:
+        if train:
+            chunks = [chunk.detach().requires_grad_() for chunk in u.chunk(int(train), dim=1)]
+            with torch.enable_grad():
+                self._asked[group] = [(chunk, self._multiply(group, chunk)) for chunk in chunks]
+            return torch.cat([v.detach() for _, v in self._asked[group]], dim=1)
+        stacked = None if cache is None else cache.stacked[group]
+        if stacked is None:
             return self._multiply(group, u)
-        parts = [part.detach().requires_grad_() for part in u.chunk(int(train), dim=1)]
-        with torch.enable_grad():
-            self._asked[group] = [(part, self._multiply(group, part)) for part in parts]
-        return torch.cat([v.detach() for _, v in self._asked[group]], dim=1)
+        return u.to(stacked) @ stacked
 
     def _multiply(self, group: int, u: torch.Tensor) -> torch.Tensor:
         matrices = self.matrices[group]
@@ -188,19 +204,22 @@ class DevicePart(nn.Module):
         return torch.stack([m(u_i) for m, u_i in zip(matrices, u, strict=True)])
 
     def residual_backward(self, group: int, grad_v: torch.Tensor) -> tuple[torch.Tensor, list[Gradients]]:
-        """The gradient of u, and of each part of the batch the gradients of M.
+        """The gradient of u, and of each chunk of the batch the gradients of M.
 
         Raises
         ------
         KeyError
             No forward pass of this exchange is waiting for its gradient.
         """
-        parts = self._asked.pop(group)
-        learning = [p for p in self.matrices[group].parameters() if p.requires_grad]
-        grads = grad_v.chunk(len(parts), dim=1)
-        found = [torch.autograd.grad(v, [u, *learning], grad.to(v)) for (u, v), grad in zip(parts, grads, strict=True)]
-        gradients = [dict(zip(learning, of_m, strict=True)) for _, *of_m in found]
-        return torch.cat([grad_u for grad_u, *_ in found], dim=1), gradients
+        asked = self._asked.pop(group)
+        learning = [parameter for parameter in self.matrices[group].parameters() if parameter.requires_grad]
+        grads_u: list[torch.Tensor] = []
+        gradients: list[Gradients] = []
+        for (u, v), grad in zip(asked, grad_v.chunk(len(asked), dim=1), strict=True):
+            grad_u, *of_m = torch.autograd.grad(v, [u, *learning], grad.to(v))
+            grads_u.append(grad_u)
+            gradients.append(dict(zip(learning, of_m, strict=True)))
+        return torch.cat(grads_u, dim=1), gradients
 
     def logits(
         self,
@@ -211,19 +230,25 @@ class DevicePart(nn.Module):
     ) -> torch.Tensor:
         """Logits ``(batch, seq, vocab)`` of what came from the cloud, ``(batch, seq, width)``."""
         if self.last is not None:
-            hidden = run_layers(self.last, hidden, attention_mask, position_ids, cache and cache.last)
+            past = None if cache is None else cache.last
+            hidden = run_layers(self.last, hidden, attention_mask, position_ids, past)
         if self.tail is not None:
             hidden = self.tail(hidden)
         return self.head(hidden)
 
     def head(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the model makes of its decoder's states: its LM head, scaled or capped."""
+        """Logits that the model makes of its decoder's states: its LM head, scaled or capped."""
         logits = self.lm_head(hidden)
-        logits = logits if self.scale == 1 else logits * self.scale
-        return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
+        if self.scale != 1:
+            logits = logits * self.scale
+        if self.softcap is not None:
+            logits = torch.tanh(logits / self.softcap) * self.softcap
+        return logits
 
 
 def _stacked(matrices: nn.ModuleList) -> torch.Tensor | None:
-    if any(type(m) is not nn.Linear or m.bias is not None for m in matrices):
-        return None
+    """The M of an exchange, ``(projections, 1, r_c2d, r_d2c)``; ``None`` if one is no plain matrix."""
+    for m in matrices:
+        if type(m) is not nn.Linear or m.bias is not None:
+            return None
     return torch.stack([m.weight.detach().mT for m in matrices])[:, None]

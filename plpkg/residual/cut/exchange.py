@@ -1,4 +1,4 @@
-"""What passes between the two parts of a divided model: the projections of one input ask the device, once each pass.
+"""Exchanges between the two parts of a divided model: the projections of one input ask the device, once each pass.
 
 Between the two parts there is a :class:`Transport`. The projections of one input (q, k, v) share one message each
 way, and the cloud computes W x for them while the message is under way. What an adapter adds one layer late is waited
@@ -33,7 +33,7 @@ class Transport(Protocol):
 
 
 class Here(PerThread):
-    """What a thread has under way: each serves another device.
+    """State of a pass, of each thread its own: each serves another device.
 
     Attributes
     ----------
@@ -66,47 +66,55 @@ class Exchange(nn.Module):
 
     def __init__(self, group: int, base_layers: list[nn.Module], here: Here) -> None:
         super().__init__()
-        self.group, self._here = group, here
+        self.group = group
+        self._here = here
         self.base_layers = nn.ModuleList(base_layers)
         self.added: tuple[Exchange, ...] = (self,)
 
     def outgoing(self, x: torch.Tensor) -> torch.Tensor:
-        """What the device gets for ``x`` ``(…, in_features)``: ``(messages, …, width)``."""
+        """The tensor ``(messages, …, width)`` that the device gets for ``x`` ``(…, in_features)``."""
         raise NotImplementedError
 
     def residual(self, v: torch.Tensor, index: int) -> torch.Tensor:
-        """What its answer ``(messages, …, width)`` adds to projection ``index``: ``(…, out_features)``."""
+        """The part of its answer ``(messages, …, width)`` for projection ``index``: ``(…, out_features)``."""
         raise NotImplementedError
 
     def output(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        """What projection ``index`` gives for ``x``: the first call for an input computes all of them."""
+        """The output of projection ``index`` for ``x``: the first call for an input computes all of them."""
         computed_for, outputs = self._here.outputs.pop(self.group, (None, {}))
         if computed_for is not x or index not in outputs:
             outputs = dict(enumerate(self._compute(x)))
         result = outputs.pop(index)
-        if outputs:
-            self._here.outputs[self.group] = x, outputs
+        if outputs:  # the others are asked for the same input
+            self._here.outputs[self.group] = (x, outputs)
         return result
 
     def _compute(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """All projections' outputs ``(…, out_features)``."""
         if self._here.transport is None:
             raise RuntimeError(f"exchange {self.group} has no device to ask")
-        otherwise = x.shape[:-1] != self._here.shape  # whether this module sees the text's places in other dimensions
-        u = as_places(self.outgoing(x), self._here.shape, first=1) if otherwise else self.outgoing(x)
+        places = x.shape[:-1]
+        is_reshaped = places != self._here.shape  # this module sees the text's places in other dimensions
+        u = self.outgoing(x)
+        if is_reshaped:
+            u = as_places(u, self._here.shape, first=1)
         self._here.sent[self.group] = u
         self._here.transport.send(self.group, u.detach())
         result = [layer(x) for layer in self.base_layers]  # while the message is under way
         for exchange in self.added:
             v = exchange.received()
-            v = as_places(v, x.shape[:-1], first=1) if otherwise else v
+            if is_reshaped:
+                v = as_places(v, places, first=1)
             result = [(y + exchange.residual(v, i)).to(y.dtype) for i, y in enumerate(result)]
         return result
 
     def received(self) -> torch.Tensor:
         """The device's answer to what was sent in this pass."""
-        u, transport = self._here.sent.pop(self.group), self._here.transport
+        u = self._here.sent.pop(self.group)
+        transport = self._here.transport
         if torch.is_grad_enabled():
-            return _Received.apply(u, torch.zeros((), requires_grad=True), transport, self.group)
+            anchor = torch.zeros((), requires_grad=True)
+            return _Received.apply(u, anchor, transport, self.group)
         return transport.receive(self.group).to(u)
 
 
@@ -121,7 +129,8 @@ class LowRank(Exchange):
 
     def __init__(self, group: int, projections: list[PrivateLoraLayer], adapter_name: str, here: Here) -> None:
         super().__init__(group, [projection.base_layer for projection in projections], here)
-        self.register_buffer("a", torch.stack([p.privatelora_A[adapter_name] for p in projections]), persistent=False)
+        a = torch.stack([projection.privatelora_A[adapter_name] for projection in projections])
+        self.register_buffer("a", a, persistent=False)
         for i, projection in enumerate(projections):
             self.register_buffer(f"b_{i}", projection.privatelora_B[adapter_name], persistent=False)
 
@@ -134,7 +143,7 @@ class LowRank(Exchange):
 
 
 class FullActivations(Exchange):
-    """What PrivateLoRA is compared with: all of LoRA is on the device, x goes out, every B·A·x comes back."""
+    """LoRA's, for comparison with PrivateLoRA: all of it is on the device, x goes out, every B·A·x comes back."""
 
     def __init__(self, group: int, projections: list[LoraLayer], here: Here) -> None:
         super().__init__(group, [projection.base_layer for projection in projections], here)
@@ -156,14 +165,17 @@ class _Received(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, u, _anchor, transport, group):
-        ctx.transport, ctx.group = transport, group
+        ctx.transport = transport
+        ctx.group = group
         return transport.receive(group).to(u)
 
     @staticmethod
     def backward(ctx, grad_v):
         wanted = ctx.needs_input_grad[0]
         grad_u = ctx.transport.backward(ctx.group, grad_v, wanted)
-        return grad_u.to(grad_v) if wanted else None, None, None, None
+        if wanted:
+            grad_u = grad_u.to(grad_v)
+        return grad_u, None, None, None  # none of the anchor, the transport and the number
 
 
 class Projection(nn.Module):
@@ -191,7 +203,9 @@ class Rider(nn.Module):
 
     def __init__(self, seat: int, base_layer: nn.Module, a: torch.Tensor, here: Here) -> None:
         super().__init__()
-        self.seat, self.base_layer, self._here = seat, base_layer, here
+        self.seat = seat
+        self.base_layer = base_layer
+        self._here = here
         self.added: tuple[Exchange, ...] = ()
         self.register_buffer("a", a, persistent=False)
 

@@ -10,7 +10,7 @@ from plpkg.validation import host_and_port
 
 
 def for_cloud(folder: str | Path) -> grpc.ServerCredentials:
-    """What a cloud with the ``cert.pem`` and ``key.pem`` of a folder talks through.
+    """Credentials of a cloud with the ``cert.pem`` and ``key.pem`` of a folder.
 
     Raises
     ------
@@ -26,7 +26,7 @@ def for_cloud(folder: str | Path) -> grpc.ServerCredentials:
 
 
 def for_device(ca: str | Path) -> grpc.ChannelCredentials:
-    """What a device that trusts a certificate talks through.
+    """Credentials of a device that trusts a certificate.
 
     Raises
     ------
@@ -62,8 +62,12 @@ def require_protection(address: str, *, encrypted: bool, token: str | None, opti
         raise ValueError("the token must be printable ASCII, not empty")
     if is_loopback(address):
         return
-    needed = ((f"TLS ({option})", encrypted), ("a token (PLPKG_TOKEN)", token is not None))
-    if missing := [what for what, given in needed if not given]:
+    missing = []
+    if not encrypted:
+        missing.append(f"TLS ({option})")
+    if token is None:
+        missing.append("a token (PLPKG_TOKEN)")
+    if missing:
         raise ValueError(
             f"{address} is not a loopback address, which never leaves a machine: {' and '.join(missing)} needed"
         )

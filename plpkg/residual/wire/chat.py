@@ -9,8 +9,8 @@ from grpc import StatusCode
 from transformers import TextStreamer
 
 from plpkg.residual.drafts import chosen
+from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
-from plpkg.residual.wire.wire import RefusedError
 from plpkg.residual.wire.writing import checked_warpers, stops
 from plpkg.untrusted import printable
 from plpkg.validation import whole_number
@@ -76,14 +76,16 @@ def prompt(tokenizer, conversation: list[dict]) -> torch.Tensor:
     """The ids ``(1, seq)`` of a conversation; without a chat template those of its last line, a text's beginning."""
     if tokenizer.chat_template is not None:
         ids = tokenizer.apply_chat_template(conversation, add_generation_prompt=True, return_tensors="pt")
-        return ids if isinstance(ids, torch.Tensor) else ids["input_ids"]
+        return ids if isinstance(ids, torch.Tensor) else ids["input_ids"]  # by transformers' version
     return beginning(tokenizer, conversation[-1]["content"])
 
 
 def beginning(tokenizer, text: str) -> torch.Tensor:
     """The ids ``(1, seq)`` of a text that is to be continued, as training reads a document's beginning."""
-    start = [i for i in (tokenizer.bos_token_id,) if i is not None]
-    return torch.tensor([start + tokenizer(text, add_special_tokens=False)["input_ids"]])
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if tokenizer.bos_token_id is not None:
+        ids = [tokenizer.bos_token_id, *ids]
+    return torch.tensor([ids])
 
 
 def lines_of(stream: TextIO | None = None) -> Iterator[str]:

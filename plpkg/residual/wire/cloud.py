@@ -23,7 +23,7 @@ from transformers import Cache
 from plpkg.residual.cut.parts import split
 from plpkg.residual.wire import certificates
 from plpkg.residual.wire.messages import METHOD, OPTIONS, Counter, Messages, StatusError
-from plpkg.residual.wire.stream import Sessions, Stream
+from plpkg.residual.wire.session import Sessions, Stream
 from plpkg.residual.wire.terms import Limits, terms
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice
 
@@ -101,8 +101,10 @@ class CloudServer:
         self.part.make_cache = cache
         self.part.new_cache()  # refuses layers whose cache cannot be taken back
         self.terms = terms(model, device, self.part.riders, adapter_name, (first_k, last_k), precision)
-        self.traffic, self.num_threads = Counter(), torch.get_num_threads()
-        self._sessions, self._token = Sessions(self.part, self.terms, limits), token
+        self.traffic = Counter()
+        self.num_threads = torch.get_num_threads()
+        self._sessions = Sessions(self.part, self.terms, limits)
+        self._token = token
         self._streams: dict[Stream, threading.Thread] = {}
 
         streams = limits.sessions + WAITING + 8  # some more, so that who is refused is told why

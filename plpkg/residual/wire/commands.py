@@ -125,8 +125,8 @@ def device(
 ) -> None:
     """Use a model whose decoder layers a cloud has."""
     new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
-    settings = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision, ca=ca, token=token, link=link)
-    settings |= dict(retry_s=retry)
+    cut = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
+    settings = cut | dict(ca=ca, token=token, link=link, retry_s=retry)
     context.obj = functools.partial(client_of, connect, model, adapter, new, settings)
 
 
@@ -189,9 +189,9 @@ def chat(
 
     one_of("draft", draft, ("none", *drafts.NAMES))
     sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
-    sampling |= dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens, stop_strings=stop or None)
+    guessing = dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
     with context.obj() as (client, _, tokenizer):
-        answer_lines(client, tokenizer, lines_of(), max_new_tokens, **sampling)
+        answer_lines(client, tokenizer, lines_of(), max_new_tokens, stop_strings=stop or None, **guessing, **sampling)
 
 
 @device_app.command()
@@ -212,10 +212,12 @@ def train(
     with uncollected():
         from plpkg.residual import training
 
-    documents, held_out = training.texts(text), training.texts(text, "validation")
+    documents = training.texts(text)
+    held_out = training.texts(text, "validation")
     with context.obj() as (client, model, tokenizer):
         options = dict(held_out=held_out, steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr)
-        typer.echo(repr(training.train(client, model, tokenizer, documents, out, **options)))
+        trained = training.train(client, model, tokenizer, documents, out, **options)
+        typer.echo(repr(trained))
 
 
 @app.command()
@@ -251,13 +253,15 @@ def demo(
         documents = demo.notes(own)  # before a model is loaded
         console.print(demo.ABILITY)
     console.print("Starting two processes: the device is this one, the cloud another; a socket is between them.")
-    diary = demo.DIARY_ADAPTERS.get(model)
-    diary = diary and catalog.data_path(diary)
+    diary = None  # an M that knows it, for models that have learnt it
+    if model in demo.DIARY_ADAPTERS:
+        diary = catalog.data_path(demo.DIARY_ADAPTERS[model])
     with CuriousCloud(model, diary) as cloud:  # it loads while this process does
         kept = diary if own is None else demo.kept_in(own, model, documents)
         learnt = kept is not None and (kept / "adapter_config.json").exists()
-        new, settings = {} if learnt else dict(like=diary), dict(link=link)
-        with client_of(cloud.facts["address"], model, kept if learnt else None, new, settings) as opened:
+        saved = kept if learnt else None
+        new = {} if learnt else dict(like=diary)
+        with client_of(cloud.facts["address"], model, saved, new, dict(link=link)) as opened:
             client, adapted, tokenizer = opened
             examples = demo.asked_of_diary()
             if own is not None:
@@ -265,13 +269,13 @@ def demo(
                 if not learnt:
                     demo.learn(console, client, adapted, tokenizer, documents, kept)
                 console.print(f"What was learnt is in {kept}", highlight=False, markup=False, soft_wrap=True)
-            lines = given(examples, console) if not once else examples
+            lines = examples if once else given(examples, console)
             turns = (demo.Turn(line, is_beginning=own is not None) for line in lines)
             demo.run(console, client, tokenizer, cloud, turns, personal=kept is not None)
-    if svg is not None:  # without the font that it would fetch
-        svg.write_text(
-            re.sub(r"@font-face \{.*?\}", "", console.export_svg(title="plpkg demo"), flags=re.S), encoding="utf-8"
-        )
+    if svg is not None:
+        drawn = console.export_svg(title="plpkg demo")
+        without_font = re.sub(r"@font-face \{.*?\}", "", drawn, flags=re.S)  # which it would fetch
+        svg.write_text(without_font, encoding="utf-8")
 
 
 def given(examples: list[str], console) -> Iterator[str]:

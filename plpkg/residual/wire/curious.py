@@ -104,11 +104,13 @@ def serve(name: str, like: str | None) -> None:
     except (ValueError, OSError) as error:
         print(json.dumps({"error": str(error)}), flush=True)
         return
-    received, part = deque(maxlen=PASSES), server.part
+    received = deque(maxlen=PASSES)
+    part = server.part
     public, _ = split(model)
     release(model, part, public)
     part.register_forward_pre_hook(lambda _, given: received.append(given[0].detach()))
-    layers, bases = (sum(t.nbytes for t in tensors) for tensors in (part.parameters(), part.buffers()))
+    layers = sum(weight.nbytes for weight in part.parameters())
+    bases = sum(projection.nbytes for projection in part.buffers())
     with server:
         print(json.dumps(dict(address=server.address, layers=layers, bases=bases)), flush=True)
         for _ in sys.stdin:

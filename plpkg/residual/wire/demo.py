@@ -7,7 +7,6 @@ What is computed (:func:`places`, :func:`ask`, :func:`learn`) knows nothing of t
 import contextlib
 import functools
 import hashlib
-import itertools
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -90,14 +89,18 @@ class Turn:
 
 
 def places(part: DevicePart, cloud: dict) -> list[Place]:
-    """What the device holds, and what the cloud says that it does; a tied LM head is no tensor of its own."""
-    embedding, head = part.embedding.weight, part.lm_head.weight
-    tied = head.data_ptr() == embedding.data_ptr()
-    m = list(part.matrices.parameters())
+    """Parts that the device holds, and that the cloud says it does; a tied LM head is no tensor of its own."""
+    embedding = part.embedding.weight
+    head = part.lm_head.weight
+    if head.data_ptr() == embedding.data_ptr():
+        ends = [Place("embedding, and LM head (the same weights)", device_bytes=embedding.nbytes)]
+    else:
+        ends = [Place("embedding", device_bytes=embedding.nbytes), Place("LM head", device_bytes=head.nbytes)]
+    every_m = list(part.matrices.parameters())
+    m_bytes = sum(m.nbytes for m in every_m)
     return [
-        Place("embedding, and LM head (the same weights)" if tied else "embedding", device_bytes=embedding.nbytes),
-        *([] if tied else [Place("LM head", device_bytes=head.nbytes)]),
-        Place(f"M: {len(m)} small matrices, the personal part", device_bytes=sum(weight.nbytes for weight in m)),
+        *ends,
+        Place(f"M: {len(every_m)} small matrices, the personal part", device_bytes=m_bytes),
         Place("decoder layers", cloud_bytes=cloud["layers"]),
         Place("A and B: random, not secret", cloud_bytes=cloud["bases"]),
     ]
@@ -125,20 +128,26 @@ def ask(client: DeviceClient, tokenizer, cloud: CuriousCloud, turn: Turn, labels
         ids = prompt(tokenizer, [{"role": "user", "content": turn.question}])
     for label in labels:
         cloud.read()  # and forget
-        with without_m(client.part) if label == WITHOUT else contextlib.nullcontext():
-            whole = client.generate(ids, TOKENS, on_token=_adding(client, tokenizer, turn, label))[0].tolist()
-    read, crossed = cloud.read(), whole[:-1]  # nothing follows the last token: it stays on the device
+        as_public = without_m(client.part) if label == WITHOUT else contextlib.nullcontext()
+        with as_public:
+            written = client.generate(ids, TOKENS, on_token=_adding(client, tokenizer, turn, label))
+    crossed = written[0, :-1].tolist()  # nothing follows the last token: it stays on the device
+    read = cloud.read()
     turn.right = sum(mine == theirs for mine, theirs in zip(crossed, read["tokens"], strict=False))
-    turn.crossed, turn.read = len(crossed), read["text"]
+    turn.crossed = len(crossed)
+    turn.read = read["text"]
 
 
 def _adding(client: DeviceClient, tokenizer, turn: Turn, label: str) -> Callable[[torch.Tensor], None]:
-    """What is called with each token of an answer."""
-    written, before, began = [], client.traffic, time.perf_counter()
+    """A function to call with each token of an answer."""
+    written: list[int] = []
+    before = client.traffic
+    began = time.perf_counter()
 
     def on_token(token: torch.Tensor) -> None:
         written.append(token.item())
-        turn.traffic, turn.seconds = client.traffic - before, time.perf_counter() - began
+        turn.traffic = client.traffic - before
+        turn.seconds = time.perf_counter() - began
         turn.answers[label] = tokenizer.decode(written, skip_special_tokens=True)
 
     return on_token
@@ -153,7 +162,10 @@ def notes(folder: Path) -> list[Document]:
         No such folder, no text in it, or fewer than :data:`LEAST_CHARACTERS`.
     """
     documents = text_files(folder)
-    size = len(" ".join(word for document in documents for word in document.text.split()))
+    words: list[str] = []
+    for document in documents:
+        words += document.text.split()
+    size = len(" ".join(words))
     if size < LEAST_CHARACTERS:
         raise ValueError(f"the notes in {folder} have {size} characters; {LEAST_CHARACTERS} are needed to learn from")
     return documents
@@ -179,14 +191,19 @@ def learn(console: Console, client: DeviceClient, model, tokenizer, documents: l
 
 
 def asked_of_diary() -> list[str]:
-    """What is asked when nobody types: three of the diary's first five questions."""
+    """Questions when nobody types: three of the diary's first five."""
     return [question.question for question in corpora.diary().questions[4::-2]]
 
 
 def beginnings(documents: list[Document]) -> list[str]:
     """How the first three paragraphs of notes begin."""
-    paragraphs = (part.split() for document in documents for part in document.text.split("\n\n"))
-    return [" ".join(words[:6]) for words in itertools.islice(filter(None, paragraphs), 3)]
+    begun: list[str] = []
+    for document in documents:
+        for paragraph in document.text.split("\n\n"):
+            words = paragraph.split()
+            if words:
+                begun.append(" ".join(words[:6]))
+    return begun[:3]
 
 
 def placed(rows: Iterable[Place]) -> Table:
@@ -210,7 +227,8 @@ def turned(turn: Turn) -> Table:
         table.add_row(label, _line(answer, "bold green" if label == WITH else "yellow"))
     if turn.answers:
         crossed = turn.traffic
-        up, down = crossed.sent_message_bytes / 1000, crossed.received_message_bytes / 1000
+        up = crossed.sent_message_bytes / 1000
+        down = crossed.received_message_bytes / 1000
         table.add_row("crossed", f"{up:.1f} kB up, {down:.1f} kB down, {crossed.round_trips} round trips")
         table.add_row("", f"{crossed.tokens} tokens, {crossed.tokens / turn.seconds:.1f} tokens/s")
     if turn.read:
@@ -221,7 +239,7 @@ def turned(turn: Turn) -> Table:
 
 
 def _line(text: str, style: str) -> Text:
-    """What a model has written, on one line and without what a terminal would obey."""
+    """Text of a model on one line, and without what a terminal would obey."""
     return Text(" ".join(printable(text).split()), style=style)
 
 

@@ -28,12 +28,12 @@ from plpkg.residual import drafts
 from plpkg.residual.cut.parts import split
 from plpkg.residual.drafts import Draft
 from plpkg.residual.wire import writing
-from plpkg.residual.wire.layers import RemoteLayers
-from plpkg.residual.wire.learning import Learner
+from plpkg.residual.wire.connection import Wire
 from plpkg.residual.wire.messages import Counter
 from plpkg.residual.wire.reading import Reading
+from plpkg.residual.wire.remote_layers import RemoteLayers
 from plpkg.residual.wire.terms import terms
-from plpkg.residual.wire.wire import Wire
+from plpkg.residual.wire.training_step import Learner
 from plpkg.residual.wire.writing import Writing
 from plpkg.validation import number, whole_number
 
@@ -103,11 +103,13 @@ class DeviceClient:
         self.part, cloud = split(model, first_k, last_k, fold=fold, adapter_name=adapter_name)
         self.part.eval()
         self.terms = terms(model, self.part, cloud.riders, adapter_name, (first_k, last_k), precision)
-        self.adapter_name, self.looks = adapter_name, Counter()
-        self._peft_model, self._model = model, model.get_base_model()
-        self._in_use, self._training = threading.Lock(), _TRAINING.setdefault(model, threading.Lock())
-        waits = dict(timeout_s=timeout_s, retry_s=retry_s)
-        self.wire = Wire(target, self.terms, token=token, ca=ca, link=self.link, **waits)
+        self.adapter_name = adapter_name
+        self.looks = Counter()
+        self._peft_model = model
+        self._model = model.get_base_model()
+        self._in_use = threading.Lock()
+        self._training = _TRAINING.setdefault(model, threading.Lock())
+        self.wire = Wire(target, self.terms, token=token, ca=ca, link=self.link, timeout_s=timeout_s, retry_s=retry_s)
         self._layers = RemoteLayers(self.part, self.wire)
 
     def __enter__(self) -> "DeviceClient":
@@ -142,7 +144,7 @@ class DeviceClient:
 
     @property
     def traffic(self) -> Counter:
-        """What has crossed so far: a copy, so that two of them can be subtracted."""
+        """The counts so far: a copy, so that two of them can be subtracted."""
         return copy.copy(self.wire.traffic)
 
     @torch.no_grad()
@@ -206,7 +208,7 @@ class DeviceClient:
             The cloud cannot be reached.
         FloatingPointError
             M or the logits are not finite.
-        plpkg.residual.wire.wire.RefusedError
+        plpkg.residual.wire.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
         choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
@@ -214,8 +216,10 @@ class DeviceClient:
         whole_number("draft_tokens", draft_tokens, 0)
         if chunk_size is not None:
             whole_number("chunk_size", chunk_size, 1)
-        ids, ends = self._checked(input_ids, more=max_new_tokens - 1), writing.ends(self._model, eos_token_id)
-        stops, guess = writing.stops(stop_strings, tokenizer), drafts.chosen(draft, tokenizer)
+        ids = self._checked(input_ids, more=max_new_tokens - 1)  # the last token is not read
+        ends = writing.ends(self._model, eos_token_id)
+        stops = writing.stops(stop_strings, tokenizer)
+        guess = drafts.chosen(draft, tokenizer)
         if draft is not None and len(ids) > 1:
             raise ValueError(f"draft={draft!r} is for one sequence, got {len(ids)}: they would not keep pace")
         self._require_finite()
@@ -227,17 +231,21 @@ class DeviceClient:
         changes = rope_changes(self._model.config)
         with self._alone():
             while not text.over:
-                length = text.ids.shape[1]
-                turns = writing.guesses_before_rope_turns(changes, length)
-                guesses = text.guesses(min(draft_tokens, text.room, self.wire.max_tokens - length, turns))
+                guesses = text.guesses(min(draft_tokens, self._most_guesses(text, changes)))
                 logits = reading.next_logits(text.ids, guesses)
                 self.wire.traffic.drafted_tokens += len(guesses)
                 for tokens, guessed in text.take(logits, guesses):
                     self.wire.traffic.wrote(len(tokens), accepted=guessed)
                     if on_token is not None:
                         on_token(tokens)
-                reading.cut_back(text.ids.shape[1] - 1)
+                reading.cut_back(text.ids.shape[1] - 1)  # the token that was written last is not read yet
         return text.ids
+
+    def _most_guesses(self, text: Writing, changes: list[tuple[str, int]]) -> float:
+        """How many guesses one pass may carry: what the text, the cloud and the model's RoPE have room for."""
+        length = text.ids.shape[1]
+        before_turn = writing.guesses_before_rope_turns(changes, length)
+        return min(text.room, self.wire.max_tokens - length, before_turn)
 
     @torch.no_grad()
     def logits(self, input_ids: Ids) -> torch.Tensor:
@@ -302,7 +310,8 @@ class DeviceClient:
             raise ValueError(f"no label to predict: the first is not, and the other {targets.numel()} are all -100")
         items = predicted if num_items is None else whole_number("num_items", num_items, 1)
         with self._alone(), self._training:
-            (loss,), (gradients,) = Learner(self._layers).gradients(ids, targets, [items], self.trainable())
+            losses, by_chunk = Learner(self._layers).gradients(ids, targets, [items], self.trainable())
+            (gradients,) = by_chunk  # the whole batch is one chunk
             if not all(gradient.isfinite().all() for gradient in gradients.values()):
                 raise FloatingPointError("the gradient is not finite")
             for parameter, gradient in gradients.items():
@@ -310,7 +319,7 @@ class DeviceClient:
             if optimizer is not None:
                 optimizer.step()
                 optimizer.zero_grad()
-        return loss
+        return losses[0]
 
     def per_example(self, batch, *, look: bool = False) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """Each example's gradient of its own loss: what ``make_private(…, per_example=client.per_example)`` clips.
@@ -347,45 +356,59 @@ class DeviceClient:
         items = (targets != -100).sum(1).clamp(min=1).tolist()  # an example's own; of the batch's, it would mix them
         with self._alone():
             before = self.traffic
-            losses, each = Learner(self._layers).gradients(ids, targets, items, self.trainable())
+            losses, by_example = Learner(self._layers).gradients(ids, targets, items, self.trainable())
             if look:
                 self.looks = self.looks + (self.traffic - before)
-        learning = {name: p for name, p in self._peft_model.named_parameters() if p in set(self.trainable())}
-        stacked = {
-            name: torch.stack([found.get(p, torch.zeros_like(p)) for found in each]) for name, p in learning.items()
-        }
+        learning = set(self.trainable())
+        stacked = {}
+        for name, parameter in self._peft_model.named_parameters():
+            if parameter in learning:
+                zeros = torch.zeros_like(parameter)  # of examples whose loss does not depend on it
+                stacked[name] = torch.stack([gradients.get(parameter, zeros) for gradients in by_example])
         return stacked, torch.tensor(losses)
 
     def trainable(self) -> list[torch.nn.Parameter]:
-        """What learns on the device: every M, unless it is frozen.
+        """The parameters that learn on the device: every M, unless it is frozen.
 
         Raises
         ------
         ValueError
             Nothing does.
         """
-        if trainable := [p for p in self.part.parameters() if p.requires_grad]:
-            return trainable
-        raise ValueError(f"every M of {self.adapter_name!r} is frozen: set_adapter, or load it with is_trainable=True")
+        trainable = [parameter for parameter in self.part.parameters() if parameter.requires_grad]
+        if not trainable:
+            raise ValueError(
+                f"every M of {self.adapter_name!r} is frozen: set_adapter, or load it with is_trainable=True"
+            )
+        return trainable
 
     def _require_finite(self) -> None:
-        tail = () if self.part.tail is None or self.part.tail.m is None else self.part.tail.m.parameters()
-        if not all(p.isfinite().all() for p in (*self.part.matrices.parameters(), *tail)):
+        """Refuse an M that is damaged, before anything is sent."""
+        every_m = list(self.part.matrices.parameters())
+        tail = self.part.tail
+        if tail is not None and tail.m is not None:
+            every_m += tail.m.parameters()
+        if not all(m.isfinite().all() for m in every_m):
             raise FloatingPointError(f"an M of {self.adapter_name!r} is not finite: load the adapter anew")
 
     def _targets(self, batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Token ids ``(batch, seq)``, and what is to be predicted at each but the last."""
-        ids, labels = (each.cpu() for each in ids_and_labels(batch))
+        ids, labels = ids_and_labels(batch)
         ids = self._checked(ids)
+        labels = labels.cpu()
         self._checked(torch.where(labels == -100, 0, labels), "labels")
         return ids, labels[:, 1:]
 
     def _checked(self, ids: Ids, name: str = "input_ids", *, more: int = 0) -> torch.Tensor:
+        """Token ids ``(batch, seq)`` that the model knows, and has positions for, with so many ``more`` behind them."""
         ids = token_ids(ids, name).cpu()
-        vocab, low, high = self.part.embedding.num_embeddings, ids.min().item(), ids.max().item()
+        vocab = self.part.embedding.num_embeddings
+        low, high = ids.min().item(), ids.max().item()
         if low < 0 or high >= vocab:
             raise ValueError(f"{name} must be between 0 and vocab - 1 = {vocab - 1}, got {low if low < 0 else high}")
-        positions = self._model.config.max_position_embeddings if self.part.positions is not None else None
-        if positions is not None and ids.shape[1] + more > positions:
-            raise ValueError(f"{ids.shape[1] + more} tokens, the model has {positions} positions")
+        if self.part.positions is not None:  # GPT-2's and OPT's are a table
+            positions = self._model.config.max_position_embeddings
+            length = ids.shape[1] + more
+            if length > positions:
+                raise ValueError(f"{length} tokens, the model has {positions} positions")
         return ids

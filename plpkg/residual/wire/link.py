@@ -28,8 +28,10 @@ class Lane:
     """
 
     def __init__(self, bits_per_s: float, delay_s: float) -> None:
-        self.bits_per_s, self.delay_s = bits_per_s, delay_s
-        self.held_s = self._free_at = 0.0
+        self.bits_per_s = bits_per_s
+        self.delay_s = delay_s
+        self.held_s = 0.0
+        self._free_at = 0.0  # when the messages so far have left
         self._lock = threading.Lock()
 
     def delivery(self, size: int) -> float:
@@ -37,18 +39,22 @@ class Lane:
         with self._lock:
             now = time.perf_counter()
             self._free_at = max(now, self._free_at) + 8 * size / self.bits_per_s
-            self.held_s += self._free_at + self.delay_s - now
-            return self._free_at + self.delay_s
+            arrives_at = self._free_at + self.delay_s
+            self.held_s += arrives_at - now
+            return arrives_at
 
 
 def lanes(link: Link) -> tuple[Lane, Lane]:
     """The way up and the way down."""
-    return Lane(link.uplink_bits_per_s, link.rtt_s / 2), Lane(link.downlink_bits_per_s, link.rtt_s / 2)
+    up = Lane(link.uplink_bits_per_s, link.rtt_s / 2)
+    down = Lane(link.downlink_bits_per_s, link.rtt_s / 2)
+    return up, down
 
 
 def wait_until(moment: float) -> None:
     """Return at this time, or at once if it is over."""
-    if (left := moment - time.perf_counter()) > SPIN_S:
+    left = moment - time.perf_counter()
+    if left > SPIN_S:
         time.sleep(left - SPIN_S)
     while time.perf_counter() < moment:
         pass

@@ -53,12 +53,14 @@ def adapted_model(
     model, tokenizer = load_backbone(name, dtype=dtypes[one_of("dtype", dtype, tuple(dtypes))], device=device)
     asked = {"--rank": rank, "--target": targets and sorted(targets), "--seed": seed}
     if like is not None:
-        return get_peft_model(model, _public_config(like, adapter, ladder, asked)), tokenizer
+        alike = _public_config(like, adapter, ladder, asked)
+        return get_peft_model(model, alike), tokenizer
     if adapter is None:
         rank = 64 if rank is None else whole_number("--rank", rank, 1)
         config |= dict(target_modules=targets or None, projection_seed=seed or 0)
-        new = LadderConfig(r=rank, **config) if ladder else PrivateLoraConfig(r_c2d=rank, r_d2c=rank, **config)
-        return get_peft_model(model, new), tokenizer
+        ranks = dict(r=rank) if ladder else dict(r_c2d=rank, r_d2c=rank)
+        method = LadderConfig if ladder else PrivateLoraConfig
+        return get_peft_model(model, method(**ranks, **config)), tokenizer
     _config(adapter, ladder, asked)
     try:
         return load(model, adapter, trainable=True), tokenizer
@@ -75,21 +77,26 @@ def _public_config(like: Path, adapter: Path | None, ladder: bool, asked: dict) 
         raise ValueError(
             f"{like} has an A and a B that its configuration does not tell (init='given'): --adapter reads them, and M"
         )
-    config.base_model_name_or_path, config.inference_mode = None, False
+    config.base_model_name_or_path = None
+    config.inference_mode = False
     return config
 
 
 def _config(adapter: Path, ladder: bool, asked: dict) -> ProjectionConfig:
-    """What a folder says of its adapter, which is a ladder if one was asked for, and nothing else than was asked."""
+    """The configuration in a folder: of a ladder if one was asked for, and no other than was asked."""
     config = saved_config(adapter)
     if ladder and not isinstance(config, LadderConfig):
         raise ValueError(
             f"{adapter} holds a {config.peft_type.value} adapter, but a ladder was asked for: leave --ladder out"
         )
-    ranks = {config.r} if isinstance(config, LadderConfig) else {config.r_c2d, config.r_d2c}
-    says = {"--rank": max(ranks), "--target": sorted(config.target_modules or []), "--seed": config.projection_seed}
+    ranks = sorted({config.r} if isinstance(config, LadderConfig) else {config.r_c2d, config.r_d2c})
+    says = {
+        "--rank": ranks[0] if len(ranks) == 1 else ranks,  # no one number says two
+        "--target": sorted(config.target_modules or []),
+        "--seed": config.projection_seed,
+    }
     for option, value in asked.items():
-        if value is not None and (value != says[option] or (option == "--rank" and len(ranks) > 1)):
-            said = sorted(ranks) if option == "--rank" and len(ranks) > 1 else says[option]
+        if value is not None and value != says[option]:
+            said = says[option]
             raise ValueError(f"{adapter} holds an adapter with {option} {said}, got {option} {value}: leave it out")
     return config

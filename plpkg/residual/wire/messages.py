@@ -29,7 +29,7 @@ OPTIONS = (
     ("grpc.http2.ping_timeout_ms", 20_000),
     ("grpc.http2.min_ping_interval_without_data_ms", 10_000),
 )
-"""What both ends ask of gRPC."""
+"""Settings of gRPC at both ends."""
 
 TICK_S = 1.0
 """How often whoever waits for a message is told that there is none yet."""
@@ -51,7 +51,8 @@ class StatusError(Exception):
     """
 
     def __init__(self, code: StatusCode, details: str) -> None:
-        self.code, self.details = code, " ".join(printable(details[:TEXT]).split())
+        self.code = code
+        self.details = " ".join(printable(details[:TEXT]).split())
         super().__init__(self.details)
 
 
@@ -64,7 +65,7 @@ _COUNTING = threading.Lock()  # the cloud's sessions count in one counter
 
 @dataclass
 class Counter(Tabular):
-    """What has crossed so far, seen from the side that counts.
+    """Bytes, round trips and tokens so far, seen from the side that counts.
 
     Attributes
     ----------
@@ -106,12 +107,12 @@ class Counter(Tabular):
         self.accepted_tokens += accepted
 
     def __add__(self, other: "Counter") -> "Counter":
-        """What has crossed in both."""
-        return Counter(*(mine + theirs for mine, theirs in zip(vars(self).values(), vars(other).values(), strict=True)))
+        """The sum of both."""
+        return Counter(**{name: count + getattr(other, name) for name, count in vars(self).items()})
 
     def __sub__(self, earlier: "Counter") -> "Counter":
-        """What has crossed since ``earlier``, a copy made then."""
-        return Counter(*(now - then for now, then in zip(vars(self).values(), vars(earlier).values(), strict=True)))
+        """The counts since ``earlier``, a copy made then."""
+        return Counter(**{name: count - getattr(earlier, name) for name, count in vars(self).items()})
 
     def rows(self) -> list[dict]:
         return [dict(vars(self))]
@@ -156,14 +157,17 @@ class Messages:
         traffic: Counter,
         lanes: tuple[Lane, Lane] | None = None,
     ) -> None:
-        self._sends, self._receives, self._peer, self._traffic = sends, receives, peer, traffic
-        self._way_out, self._way_in = lanes or (None, None)
+        self._sends = sends
+        self._receives = receives
+        self._peer = peer
+        self._traffic = traffic
+        self._way_out, self._way_in = (None, None) if lanes is None else lanes
         self.longest: int | None = None
         self._outgoing: queue.SimpleQueue[tuple[float, bytes | StatusError | None]] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[tuple[float, bytes | Exception]] = queue.SimpleQueue()
 
     def outgoing(self) -> Iterator[bytes | StatusError]:
-        """What gRPC sends: serialized messages; at the serving end a :class:`StatusError` ends the stream."""
+        """Messages that gRPC sends, serialized; at the serving end a :class:`StatusError` ends the stream."""
         while True:
             delivery, message = self._outgoing.get()
             if message is None:
@@ -181,6 +185,7 @@ class Messages:
         threading.Thread(target=self._read, args=(incoming,), daemon=True, name="plpkg-reader").start()
 
     def _read(self, incoming: Iterable[bytes]) -> None:
+        """Put each message into the inbox, and at last the error that tells how the stream ended."""
         end: Exception = BrokenStreamError(f"{self._peer} ended the stream")
         try:
             for data in incoming:
@@ -231,19 +236,9 @@ class Messages:
             The other side ended the stream, or is gone.
         """
         due = " or a ".join(contents)
-        data, left = None, limit_s
-        while data is None:
-            wait = left if meanwhile is None else min(left, TICK_S)
-            try:
-                delivery, data = self._inbox.get(timeout=wait)
-            except queue.Empty:
-                left -= wait
-                if left <= 0:
-                    details = f"{self._peer} said nothing for {limit_s:g} s, a {due} was due"
-                    raise StatusError(StatusCode.DEADLINE_EXCEEDED, details) from None
-                meanwhile(left)
+        delivery, data = self._next(due, limit_s, meanwhile)
         if isinstance(data, Exception):
-            self.interrupt(data)
+            self.interrupt(data)  # for whoever waits next
             raise data
         if delivery:
             wait_until(delivery)
@@ -258,17 +253,34 @@ class Messages:
         self._traffic.received(_payload_bytes(value), len(data))
         return value
 
+    def _next(
+        self, due: str, limit_s: float, meanwhile: Callable[[float], object] | None
+    ) -> tuple[float, bytes | Exception]:
+        """The next arrival in the inbox: when a message is due, and the message; or 0 and the error that ends all."""
+        left = limit_s
+        while True:
+            wait = left if meanwhile is None else min(left, TICK_S)
+            try:
+                return self._inbox.get(timeout=wait)
+            except queue.Empty:
+                left -= wait
+            if left <= 0:
+                details = f"{self._peer} said nothing for {limit_s:g} s, a {due} was due"
+                raise StatusError(StatusCode.DEADLINE_EXCEEDED, details)
+            meanwhile(left)
+
 
 def _delivery(lane: Lane | None, data: bytes) -> float:
+    """When a message arrives; 0 is at once."""
     return 0.0 if lane is None else lane.delivery(len(data))
 
 
 def _payload_bytes(value: Message | bytes) -> int:
     """The bytes of the tensor in a message's field."""
-    if isinstance(value, Step):
-        return len(value.hidden)
-    if isinstance(value, Final):
+    if isinstance(value, Step | Final):
         return len(value.hidden)
     if isinstance(value, Part):
         return len(value.data)
-    return len(value) if isinstance(value, bytes) else 0
+    if isinstance(value, bytes):
+        return len(value)
+    return 0

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 import torch
 
-from plpkg.residual.wire.layers import RemoteLayers
+from plpkg.residual.cut.device_part import DeviceCache
+from plpkg.residual.wire.remote_layers import RemoteLayers
 
 
 class Reading:
@@ -21,8 +22,11 @@ class Reading:
     """
 
     def __init__(self, layers: RemoteLayers, anew_beyond: int | None = None, chunk_size: int | None = None) -> None:
-        self._layers, self._anew_beyond, self._chunk_size = layers, anew_beyond, chunk_size
-        self._stream, self._cache = -1, None
+        self._layers = layers
+        self._anew_beyond = anew_beyond
+        self._chunk_size = chunk_size
+        self._stream = -1  # in which the cache was begun: the cloud keeps nothing of another one
+        self._cache: DeviceCache | None = None
 
     def next_logits(self, ids: torch.Tensor, guesses: Sequence[int] = (), *, every: bool = False) -> torch.Tensor:
         """Logits of what follows ``ids (batch, seq)`` and each guess: ``(batch, guesses + 1, vocab)``.
@@ -47,19 +51,32 @@ class Reading:
         self._cache.cut_back(keep)
 
     def _read(self, ids: torch.Tensor, wanted: int) -> torch.Tensor:
-        stream, length = self._layers.wire.stream, ids.shape[1]
-        turned = self._anew_beyond is not None and self._cache and self._cache.seen <= self._anew_beyond < length
-        if stream != self._stream or turned:
-            self._stream, self._cache = stream, self._layers.part.new_cache()
+        """Read what is not in the caches: the logits after the last ``wanted`` tokens."""
+        stream = self._layers.wire.stream
+        if stream != self._stream or self._has_to_begin_anew(ids.shape[1]):
+            self._stream = stream
+            self._cache = self._layers.part.new_cache()
+        unread = ids[:, self._cache.seen :]
         if self._chunk_size is not None:
-            while length - self._cache.seen > self._chunk_size:
-                self._pass(ids[:, self._cache.seen :][:, : self._chunk_size], 1)
-                self._cache.cut_back(self._cache.seen)
-        return self._pass(ids[:, self._cache.seen :], wanted)
+            while unread.shape[1] > self._chunk_size:
+                self._pass(unread[:, : self._chunk_size], 1)
+                self._cache.cut_back(self._cache.seen)  # or its windows would keep what the chunk has pushed out
+                unread = unread[:, self._chunk_size :]
+        return self._pass(unread, wanted)
+
+    def _has_to_begin_anew(self, length: int) -> bool:
+        """Whether a text of this length turns the RoPE of what has been read."""
+        if self._anew_beyond is None or self._cache is None:
+            return False
+        return self._cache.seen <= self._anew_beyond < length
 
     def _pass(self, ids: torch.Tensor, wanted: int) -> torch.Tensor:
-        part, keep = self._layers.part, self._cache.seen
+        """One pass of the tokens ``(batch, seq)`` behind what has been read."""
+        part = self._layers.part
+        keep = self._cache.seen
         hidden = part.embed(ids, cache=self._cache)
-        positions = wanted if part.last is None else ids.shape[1]  # the KV caches of its layers have to be filled
+        positions = wanted
+        if part.last is not None:  # the KV caches of the device's last layers have to be filled
+            positions = ids.shape[1]
         final = self._layers(hidden, positions, cache=self._cache, keep=keep, new_sequence=keep == 0)
         return part.logits(final, cache=self._cache)[:, -wanted:]

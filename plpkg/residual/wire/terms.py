@@ -1,4 +1,4 @@
-"""What the two ends agree on before they begin, and what a cloud allows.
+"""Terms that the two ends agree on before they begin, and limits of what a cloud allows.
 
 The messages are in ``wire.proto``. A device says its ``Terms`` first; a difference is refused with both values.
 """
@@ -20,10 +20,10 @@ OPTIONS = dict(
     model="--model", targets="--target", r_c2d="--rank", r_d2c="--rank", projection_seed="--seed",
     precision="--precision", first_k="--first-k", last_k="--last-k", riders="--ladder, --fold or --rank",
 )  # fmt: skip
-"""What a reader of a refusal can change; the other fields have their own names."""
+"""Options that a reader of a refusal can change, by field; the other fields have their own names."""
 
 FINGERPRINTS = dict(model="another --model", bases="other A and B")
-"""What is refused where these differ: their values tell a reader nothing."""
+"""Words for fields that differ, where the values would tell a reader nothing."""
 
 PROTOCOL = 4
 """Raised whenever an older peer would misunderstand."""
@@ -31,7 +31,7 @@ PROTOCOL = 4
 
 @dataclass(frozen=True)
 class Limits:
-    """What a cloud allows.
+    """Limits of what a cloud allows.
 
     Attributes
     ----------
@@ -71,25 +71,30 @@ def terms(
     cut: tuple[int, int],
     precision: str,
 ) -> Terms:
-    """What the other side must have as well: the model, its parts, and ``(first_k, last_k)``."""
+    """Terms that the other side must have as well: the model, its parts, and ``(first_k, last_k)``."""
     one_of("precision", precision, tuple(PRECISIONS))
     config = model.peft_config[adapter_name]
     adapted = [name for name, module in model.named_modules() if is_adapted(module, adapter_name)]
-    layers = {int(number) for name in adapted for number in re.findall(r"\.(\d+)\.", name)}
-    kinds = ", ".join(sorted({name.rpartition(".")[2] for name in adapted}))
+    kinds: set[str] = set()
+    layers: set[int] = set()
+    for name in adapted:
+        kinds.add(name.rpartition(".")[2])
+        layers |= {int(number) for number in re.findall(r"\.(\d+)\.", name)}
+    first_k, last_k = cut
+    r_c2d, r_d2c = device.ranks
     return Terms(
         protocol=PROTOCOL,
         model=fingerprint(model.get_base_model()),
         hidden=device.embedding.embedding_dim,
-        targets=f"{kinds} of layers {', '.join(map(str, sorted(layers)))}",
+        targets=f"{', '.join(sorted(kinds))} of layers {', '.join(map(str, sorted(layers)))}",
         projections=[len(group) for group in device.matrices],
-        r_c2d=device.ranks[0],
-        r_d2c=device.ranks[1],
+        r_c2d=r_c2d,
+        r_d2c=r_d2c,
         init=getattr(config, "init", "lora"),
         projection_seed=getattr(config, "projection_seed", 0),
         precision=precision,
-        first_k=cut[0],
-        last_k=cut[1],
+        first_k=first_k,
+        last_k=last_k,
         bases=fingerprint_of_bases(model, adapter_name),
         riders=riders,
         late=getattr(config, "late", False),
@@ -98,14 +103,26 @@ def terms(
 
 def differences(device: Terms, cloud: Terms) -> str:
     """A sentence for each field in which the two differ, both values in it, for the device; empty if they agree."""
-    sentences = []
+    sentences: list[str] = []
     for field in Terms.DESCRIPTOR.fields:
-        values = getattr(device, field.name), getattr(cloud, field.name)
-        if values[0] != values[1] and not (field.name == "bases" and sentences):  # they follow from all the others
-            if field.name in FINGERPRINTS:
-                sentences.append(f"{FINGERPRINTS[field.name]} here than on the cloud")
-                continue
-            shown = (list(value[:50]) if field.is_repeated else value for value in values)  # it may be endless
-            shown = (value if isinstance(value, str) else repr(value) for value in shown)
-            sentences.append("{} {} here, {} on the cloud".format(OPTIONS.get(field.name, field.name), *shown))
+        here = getattr(device, field.name)
+        there = getattr(cloud, field.name)
+        if here == there:
+            continue
+        if field.name == "bases" and sentences:  # A and B follow from all the other fields
+            continue
+        if field.name in FINGERPRINTS:
+            sentences.append(f"{FINGERPRINTS[field.name]} here than on the cloud")
+        else:
+            option = OPTIONS.get(field.name, field.name)
+            sentences.append(f"{option} {_shown(here)} here, {_shown(there)} on the cloud")
     return "; ".join(dict.fromkeys(sentences))  # one rank is two fields
+
+
+def _shown(value) -> str:
+    """A field's value; of a list, which a stranger may have made endless, the beginning."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, int | float):
+        return repr(value)
+    return repr(list(value[:50]))

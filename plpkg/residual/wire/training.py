@@ -24,9 +24,9 @@ from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import read_utf8
 from plpkg.corpora.tokens import Tokens
 from plpkg.learning import CHECKPOINT, TrainingRun, rising
+from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.tensors import pack
-from plpkg.residual.wire.wire import RefusedError
 from plpkg.results import Tabular
 from plpkg.scoring import Score, score
 from plpkg.validation import number, one_of, whole_number
@@ -35,12 +35,12 @@ REMEDY = "take another folder and a lower lr"
 HELD_OUT_TOKENS = 2**15
 """At most so many tokens are scored: they cross the network as well."""
 STOPS = (ConnectionError, RefusedError, KeyboardInterrupt)
-"""What ends a run that can go on later."""
+"""Errors that end a run that can go on later."""
 
 
 @dataclass(frozen=True)
 class Training(Tabular):
-    """What a run did.
+    """Losses and scores of a run.
 
     Attributes
     ----------
@@ -81,12 +81,24 @@ def texts(source: str, split: str = "train") -> list[Document]:
         return corpora.writer(name).split(split)
     path = Path(source)
     if path.is_dir():
-        return [document for writer in corpora.text_folder(path) for document in writer.split(split)]
+        documents: list[Document] = []
+        for writer in corpora.text_folder(path):
+            documents += writer.split(split)
+        return documents
     text = read_utf8(path)
-    begins = (text.rfind(end, len(text) // 2, len(text) * 9 // 10) for end in ("\n\n", "\n", " "))
-    cut = next((place for place in begins if place >= 0), len(text))
-    part = text[:cut] if one_of("split", split, ("train", "validation")) == "train" else text[cut:]
+    one_of("split", split, ("train", "validation"))
+    cut = _last_tenth(text)
+    part = text[:cut] if split == "train" else text[cut:]
     return [Document(path.name, part)] if part else []
+
+
+def _last_tenth(text: str) -> int:
+    """Where the last tenth of a text begins: with a paragraph, a line or a word; else its end."""
+    for end in ("\n\n", "\n", " "):
+        place = text.rfind(end, len(text) // 2, len(text) * 9 // 10)
+        if place >= 0:
+            return place
+    return len(text)
 
 
 def score_of(client: DeviceClient, config, documents: Sequence[Tokens], *, batch: int = 4, seq: int = 256) -> Score:
@@ -108,7 +120,8 @@ def score_of(client: DeviceClient, config, documents: Sequence[Tokens], *, batch
     ConnectionError, RefusedError
         As in :meth:`DeviceClient.logits`.
     """
-    left, firsts = HELD_OUT_TOKENS, []
+    left = HELD_OUT_TOKENS
+    firsts: list[Tokens] = []
     for tokens in documents:
         firsts.append(Tokens(**{name: values[:left] for name, values in vars(tokens).items()}))
         left -= len(firsts[-1])
@@ -116,11 +129,13 @@ def score_of(client: DeviceClient, config, documents: Sequence[Tokens], *, batch
 
 
 class _OverTheWire(torch.nn.Module):
-    """What :func:`plpkg.scoring.score` asks of a model."""
+    """A client as the model that :func:`plpkg.scoring.score` asks."""
 
     def __init__(self, client: DeviceClient, config) -> None:
         super().__init__()
-        self.client, self.config, self.device = client, config, "cpu"
+        self.client = client
+        self.config = config
+        self.device = "cpu"
 
     def forward(self, input_ids: torch.Tensor, use_cache: bool) -> types.SimpleNamespace:
         return types.SimpleNamespace(logits=self.client.logits(input_ids))
@@ -193,31 +208,27 @@ def train(
         raise ValueError(f"{out} is not a folder")
     if isinstance(documents, str):
         raise ValueError(f"documents must be a list of texts, got one of {len(documents)} characters")
-    documents = tuple(d if isinstance(d, Document) else Document(str(i), d) for i, d in enumerate(documents))
+    documents = tuple(
+        each if isinstance(each, Document) else Document(str(i), each) for i, each in enumerate(documents)
+    )
     learnt = functools.partial(  # PEFT would ask the hub whether the vocabulary has grown
         get_peft_model_state_dict, model, adapter_name=client.adapter_name, save_embedding_layers=False
     )
-    start = learnt()
+    put_back = functools.partial(set_peft_model_state_dict, model, adapter_name=client.adapter_name)
+    adapter = types.SimpleNamespace(state_dict=learnt, load_state_dict=put_back)
     text = Writer("device", {"train": documents, "validation": tuple(held_out)})
-    terms = {field.name: value for field, value in client.terms.ListFields() if not field.is_repeated}
-    identity = terms | {
-        "start": hashlib.sha256(b"".join(pack(start[name], torch.float32) for name in sorted(start))).hexdigest(),
-        "text": text.fingerprint("train"),
-        **({"held_out": text.fingerprint("validation")} if held_out else {}),
-        "steps": steps, "batch": batch, "seq": seq, "accumulate": accumulate, "lr": lr, "warmup": warmup, "seed": seed,
-    }  # fmt: skip
+    settings = dict(steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr, warmup=warmup, seed=seed)
+    identity = _identity(client, learnt(), text) | settings
     run = TrainingRun(steps, out, identity, checkpoint_every=checkpoint_every)
     scored = [tokens for tokens in corpora.encode(held_out, tokenizer) if tokens.scored[1:].any()]
     encoded = corpora.encode(documents, tokenizer)
     stream = corpora.batches(encoded, batch=batch, seq=seq, seed=seed, start=run.done * accumulate)
-    here = {id(p) for p in client.trainable()}
-    parameters = [p for p in model.parameters() if id(p) in here]  # in the model's order
+    learning = {id(parameter) for parameter in client.trainable()}
+    parameters = [parameter for parameter in model.parameters() if id(parameter) in learning]  # in the model's order
     optimizer = torch.optim.AdamW(parameters, lr=lr, weight_decay=0.0)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.mkdir(mode=0o700, exist_ok=True)
-    items = accumulate * batch * (seq - 1)
-    put_back = functools.partial(set_peft_model_state_dict, model, adapter_name=client.adapter_name)
-    adapter = types.SimpleNamespace(state_dict=learnt, load_state_dict=put_back)
+    items = accumulate * batch * (seq - 1)  # labels of an update
     run.begin("personalising", progress, adapter=adapter, optimizer=optimizer)
 
     def gradient(step: int) -> float:
@@ -225,7 +236,8 @@ def train(
         try:
             for ids in itertools.islice(stream, accumulate):
                 loss += client.train_step(ids, ids, num_items=items)
-            if not (norm := torch.nn.utils.clip_grad_norm_(parameters, 1.0)).isfinite():
+            norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            if not norm.isfinite():
                 raise FloatingPointError(f"the gradient's norm is {norm.item()}")
         except FloatingPointError as error:
             raise FloatingPointError(f"in step {step + 1}, {error}: {REMEDY}") from error
@@ -233,7 +245,8 @@ def train(
 
     optimizer.zero_grad()
     bits = functools.partial(score_of, client, model.config, scored, batch=batch, seq=seq)
-    client.on_silence, say = run.bar.set_postfix_str, client.on_silence
+    say_before = client.on_silence
+    client.on_silence = run.bar.set_postfix_str
     after = None
     try:
         if scored and not run.done:
@@ -248,10 +261,24 @@ def train(
     except STOPS as stop:
         if run.done > run.saved and run.settled:
             run.save()
-        kept = f"{out / CHECKPOINT} has {run.saved} of {steps} steps: the same command goes on from there"
-        stop.add_note(kept if run.saved else f"no step is kept: {out} has no checkpoint")
+        if run.saved:
+            note = f"{out / CHECKPOINT} has {run.saved} of {steps} steps: the same command goes on from there"
+        else:
+            note = f"no step is kept: {out} has no checkpoint"
+        stop.add_note(note)
         raise
     finally:
-        client.on_silence = say
+        client.on_silence = say_before
         run.bar.close()
     return Training(tuple(run.log), run.facts.get("before"), after)
+
+
+def _identity(client: DeviceClient, start: dict[str, torch.Tensor], text: Writer) -> dict:
+    """Facts that tell one run from another besides its settings: the terms, the adapter at the start, and the text."""
+    identity = {field.name: value for field, value in client.terms.ListFields() if not field.is_repeated}
+    values = b"".join(pack(start[name], torch.float32) for name in sorted(start))
+    identity["start"] = hashlib.sha256(values).hexdigest()
+    identity["text"] = text.fingerprint("train")
+    if text.split("validation"):
+        identity["held_out"] = text.fingerprint("validation")
+    return identity

@@ -52,16 +52,20 @@ class Writing:
         generator: torch.Generator | None,
         **choice,
     ) -> None:
-        self.ids, self._stop, self._guess, self._generator = ids, ids.shape[1] + max_new_tokens, guess, generator
+        self.ids = ids
+        self._longest = ids.shape[1] + max_new_tokens
+        self._guess = guess
+        self._generator = generator
         self._vocab = vocab
         self._warp = checked_warpers(max_new_tokens, **choice)
-        self._ends, self._stops = torch.tensor(ends, dtype=torch.long), stops
-        self._done = torch.zeros(len(ids), dtype=torch.bool)
+        self._ends = torch.tensor(ends, dtype=torch.long)
+        self._stops = stops
+        self._done = torch.zeros(len(ids), dtype=torch.bool)  # (batch,): whose end is written
         self._sampled = choice["do_sample"]
 
     @property
     def room(self) -> int:
-        return self._stop - self.ids.shape[1] - 1
+        return self._longest - self.ids.shape[1] - 1
 
     @property
     def over(self) -> bool:
@@ -81,9 +85,10 @@ class Writing:
         given = self._guess(self.ids[0].tolist(), count)
         try:
             tokens = [operator.index(token) for token in islice(given, count)]
-        except TypeError:
-            tokens = [-1]
-        if any(not 0 <= token < self._vocab for token in tokens):
+            known = all(0 <= token < self._vocab for token in tokens)
+        except TypeError:  # no numbers, or nothing that can be listed
+            known = False
+        if not known:
             raise ValueError(f"the draft must give tokens from 0 to vocab - 1 = {self._vocab - 1}, got {given!r:.80}")
         return tokens
 
@@ -102,9 +107,10 @@ class Writing:
         tuple
             Each new ``(batch,)`` of tokens, and whether it was guessed.
         """
-        for i, guessed in enumerate([*guesses, None]):
-            chosen = torch.where(self._done, self.ids[:, -1], self._chosen(logits[:, i].float()))
-            right = guessed is not None and chosen.item() == guessed
+        for place, guess in enumerate([*guesses, None]):  # behind the last guess stands none
+            chosen = self._chosen(logits[:, place].float())
+            chosen = torch.where(self._done, self.ids[:, -1], chosen)  # behind its end a sequence repeats it
+            right = guess is not None and chosen.item() == guess
             self.ids = torch.cat([self.ids, chosen[:, None]], dim=1)
             self._done |= torch.isin(chosen, self._ends)
             if self._stops is not None:
@@ -114,6 +120,7 @@ class Writing:
                 return
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """The next tokens ``(batch,)`` by logits ``(batch, vocab)``."""
         scores = self._warp(self.ids, logits)
         if self._sampled:
             return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
@@ -123,7 +130,7 @@ class Writing:
 def checked_warpers(
     max_new_tokens: int, *, do_sample: bool = False, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
 ) -> LogitsProcessorList:
-    """What warps logits before a token is sampled; nothing if none is.
+    """The processors that warp logits before a token is sampled; none if none is.
 
     Raises
     ------
@@ -135,8 +142,9 @@ def checked_warpers(
     number("temperature", temperature, open_low=do_sample)
     whole_number("top_k", top_k, 0)
     number("top_p", top_p, 0, 1, open_low=True)
-    options = dict(temperature=max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p) if do_sample else {}
-    return decoding.warpers(**options)
+    if not do_sample:
+        return decoding.warpers()
+    return decoding.warpers(temperature=max(temperature, LEAST_TEMPERATURE), top_k=top_k, top_p=top_p)
 
 
 def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[int]:
@@ -157,7 +165,7 @@ def ends(model: PreTrainedModel, eos_token_id: int | list[int] | None) -> list[i
 def stops(
     stop_strings: str | Sequence[str] | None, tokenizer: PreTrainedTokenizerBase | None
 ) -> StopStringCriteria | None:
-    """What sees that a text has come to one of ``stop_strings``, as in Hugging Face's ``generate``.
+    """A criterion that sees a text come to one of ``stop_strings``, as in Hugging Face's ``generate``.
 
     Raises
     ------
@@ -179,8 +187,12 @@ def stops(
 
 def reads_anew_beyond(model: PreTrainedModel) -> int | None:
     """The length beyond which Hugging Face's ``generate`` reads all of a sequence again: Phi-3's, with other RoPE."""
-    limits = [length for kind, length in rope_changes(model.config) if kind == "longrope"]
-    return limits[0] if limits and model.config.model_type in ("phi3", "phimoe") else None
+    if model.config.model_type not in ("phi3", "phimoe"):
+        return None
+    for kind, length in rope_changes(model.config):
+        if kind == "longrope":
+            return length
+    return None
 
 
 def guesses_before_rope_turns(changes: list[tuple[str, int]], length: int) -> float:

@@ -82,47 +82,61 @@ def serve(
         extra = "serve,scale" if replicas > 1 else "serve"
         raise ValueError(f"plpkg serve needs {error.name}: pip install 'plpkg[{extra}]'") from None
     host, _, port = listen.rpartition(":")
-    keys = Keys.read(os.environ["PLPKG_KEYS"]) if os.environ.get("PLPKG_KEYS") else None
+    keys = None
+    if os.environ.get("PLPKG_KEYS"):
+        keys = Keys.read(os.environ["PLPKG_KEYS"])
     if keys is None and host not in LOOPBACK:
         raise ValueError(f"without PLPKG_KEYS only {' or '.join(LOOPBACK)} may be listened on, got {listen!r}")
     if not port.isdecimal():
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
+    folders = adapter or []
     read = {"model": Path(model)} if Path(model).is_dir() else {}
-    read |= {f"adapter {each.name}": each for each in adapter or []} | {"TMPDIR": Path(tempfile.gettempdir())}
-    if (downloads := folder_of(disk)) is None and disk:
+    read |= {f"adapter {each.name}": each for each in folders}
+    read["TMPDIR"] = Path(tempfile.gettempdir())
+    downloads = folder_of(disk)
+    if downloads is None and disk:
         raise ValueError(f"disk must be a folder, got {disk!r}")
-    left = {f"temporary folder {each.name}": each for each in temporary_folders()}
-    require_apart({"disk": downloads, "store": folder_of(store)} | left, read)
+    emptied = {f"temporary folder {each.name}": each for each in temporary_folders()}
+    require_apart({"disk": downloads, "store": folder_of(store)} | emptied, read)
     if replicas > 1 and (store or "").startswith("memory:"):
         raise ValueError(f"store={store!r} is each process's own: several replicas need one that all reach")
-    if taken := [str(each) for each in adapter or [] if each.resolve().name == model]:
+    taken = [str(each) for each in folders if each.resolve().name == model]
+    if taken:
         raise ValueError(f"an adapter must not have the model's name, got {', '.join(taken)}")
     with contextlib.ExitStack() as stack:
         listening = stack.enter_context(socket.create_server((host, int(port))))
         stack.enter_context(ended_by_signals())
         scratch = stack.enter_context(temporary_folder())
-        location, downloads = store or str(scratch / "store"), downloads or scratch / "disk"
+        location = store or str(scratch / "store")
+        downloads = downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
         kept = Store(location)
-        options = dict(limits=limits, slots=slots, batch=batch, positions=positions, max_queued=max_queued)
-        options |= dict(shared_bytes=2**20 * shared_mib, max_model_len=max_model_len)
+        options = dict(
+            limits=limits,
+            slots=slots,
+            batch=batch,
+            positions=positions,
+            max_queued=max_queued,
+            shared_bytes=2**20 * shared_mib,
+            max_model_len=max_model_len,
+        )
         if replicas > 1:
             build = functools.partial(replica_of, model, dtype, device, location, downloads, **options)
-            backend = stack.enter_context(
-                replicated(build, replicas, ongoing=2 * batch, say=functools.partial(typer.echo, err=True))
-            )
+            say = functools.partial(typer.echo, err=True)
+            backend = stack.enter_context(replicated(build, replicas, ongoing=2 * batch, say=say))
             stack.enter_context(ended_by_signals())  # Ray has taken SIGTERM
             base = base.to("meta")  # its modules and configuration are read here, nothing else
         else:
             backend = replica(base, tokenizer, kept, downloads, **options)
         asyncio.run(swept(kept))
-        for folder in adapter or []:
+        for folder in folders:
             asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
         service = api.app(
             backend, kept, base, tokenizer,
             name=model, keys=keys, limits=limits, origins=cors or (), max_model_len=max_model_len,
         )  # fmt: skip
-        typer.echo(f"serving {model} on http://{host}:{listening.getsockname()[1]}")
+        _, port, *_ = listening.getsockname()  # 0 has become a free one
+        typer.echo(f"serving {model} on http://{host}:{port}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
             Server(service, grace).run([listening])
     gc.freeze()  # or Python, as it ends, would look through all of torch for a second or more
@@ -168,7 +182,8 @@ def loaded(model: str, dtype: str, device: str):
     from plpkg.validation import one_of
 
     name = DTYPES[one_of("dtype", dtype, tuple(DTYPES))]
-    return load_backbone(model, dtype=name if name == "auto" else getattr(torch, name), device=device)
+    chosen = name if name == "auto" else getattr(torch, name)
+    return load_backbone(model, dtype=chosen, device=device)
 
 
 def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, positions: int, max_queued: int, **engine):
@@ -178,9 +193,11 @@ def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, pos
     from plpkg.serving.service.tiers import Disk
 
     engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
-    shared = bool(os.environ.get("PLPKG_KEYS"))
-    scheduler = Scheduler(slots, batch, positions, max_queued, max(1, max_queued // 4) if shared else None)
-    return Replica(engine, Tiers(store, base, limits=limits, shared=shared, disk=Disk(disk)), scheduler)
+    shared = bool(os.environ.get("PLPKG_KEYS"))  # by several accounts
+    each = max(1, max_queued // 4) if shared else None
+    scheduler = Scheduler(slots, batch, positions, max_queued, each)
+    tiers = Tiers(store, base, limits=limits, shared=shared, disk=Disk(disk))
+    return Replica(engine, tiers, scheduler)
 
 
 def replica_of(model: str, dtype: str, device: str, location: str, disk, **options):

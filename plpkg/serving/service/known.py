@@ -1,4 +1,4 @@
-"""What a store has said lately: asked again after a while, and believed for longer only while it does not answer."""
+"""Answers of a store: it is asked again after a while, and believed for longer only while it does not answer."""
 
 import asyncio
 import time
@@ -20,6 +20,8 @@ class DamagedError(StoreError):
 
 
 class _Said(NamedTuple):
+    """An answer, when it was asked for, and until when it is taken without asking again."""
+
     version: str | None
     at_s: float
     until_s: float
@@ -37,7 +39,8 @@ class Known:
     """
 
     def __init__(self, refresh_s: float, stale_s: float) -> None:
-        self.refresh_s, self.stale_s = number("refresh_s", refresh_s, 0), number("stale_s", stale_s, 0)
+        self.refresh_s = number("refresh_s", refresh_s, 0)
+        self.stale_s = number("stale_s", stale_s, 0)
         self._said: dict[str, _Said] = {}
         self._changes = 0  # what was asked before one is not what is current
 
@@ -47,20 +50,23 @@ class Known:
         if version is None:
             self._said.pop(place, None)
         else:
-            self._said[place] = _Said(version, now := time.monotonic(), now + self.refresh_s)
+            now = time.monotonic()
+            self._said[place] = _Said(version, now, now + self.refresh_s)
 
     async def get(self, place: str, ask: Callable[[], Awaitable[str | None]]) -> str | None:
-        """What ``ask`` gives, now or lately; None if there is no such adapter. Its OSError, if nothing is known."""
-        now, changes = time.monotonic(), self._changes
+        """The version that ``ask`` gives, now or lately; None if there is none. Its OSError, if nothing is known."""
+        now = time.monotonic()
+        changes = self._changes
         said = self._said.get(place, _Said(None, 0.0, 0.0))
         if now < said.until_s:
             return said.version
         self._said = {key: each for key, each in self._said.items() if now < max(each.until_s, self._end(each))}
+        longest_s = HANGING_S if now < self._end(said) else None
         try:
-            async with asyncio.timeout(HANGING_S if now < self._end(said) else None) as waiting:
+            async with asyncio.timeout(longest_s):
                 said = _Said(await ask(), now, time.monotonic() + self.refresh_s)
         except OSError as error:  # TimeoutError is one
-            if waiting.when() is None or isinstance(error, DamagedError):
+            if longest_s is None or isinstance(error, DamagedError):  # there is no answer to fall back on
                 raise
             if changes != self._changes:
                 return await self.get(place, ask)

@@ -16,14 +16,18 @@ except ModuleNotFoundError:  # on Windows: there, what killed processes leave st
 
 VERSION = "*/" + "[0-9a-f]" * 64
 """Within an account's folder, only what has a version's path: others may be there, which are nobody's to remove."""
-PREFIX, LOCK = "plpkg-adapters-", "lock"
-"""Of a service's temporary folder, and the file in it that it holds locked: who can lock it knows that it has ended."""
+PREFIX = "plpkg-adapters-"
+"""Of the name of a service's temporary folder."""
+LOCK = "lock"
+"""The file in it that the service holds locked: who can lock it knows that the service has ended."""
 
 
 def folder_of(location: object) -> Path | None:
     """The folder that a store's location names, by path or by URL ``file://…``; None if it names none."""
+    if isinstance(location, Path):
+        return location
     if not isinstance(location, str) or not location:
-        return location if isinstance(location, Path) else None
+        return None
     url = urlsplit(location)
     if url.scheme != "file":
         return None if "://" in location else Path(location)
@@ -60,9 +64,14 @@ def require_apart(emptied: Mapping[str, Path | None], others: Mapping[str, Path]
 
 
 def _inside(place: Path, outer: Path) -> bool:
+    """Whether a place is another one, or in it."""
     above = (place, *place.parents)
+    if outer in above:
+        return True
+    if not outer.exists():
+        return False
     # Some file systems ignore case, and a folder may be mounted twice: the same inode is the same place.
-    return outer in above or (outer.exists() and any(each.exists() and each.samefile(outer) for each in above))
+    return any(each.exists() and each.samefile(outer) for each in above)
 
 
 def prune(store: Path, account: str, staged: re.Pattern) -> None:

@@ -13,19 +13,26 @@ PAUSE_S = 0.2  # between two tokens, from which on a figure shades it
 def service(tenants=("ann", "bob", "cem", "dee", "eva"), ax=None):
     """Where adapters are and who waits where: each step nearer holds fewer; only what has a slot is in the batch."""
     count = len(tenants)
-    ax, colours = drawing.canvas(10, count + 2, ax), drawing.colours(count)
+    ax = drawing.canvas(10, count + 2, ax)
+    colours = drawing.colours(count)
     places = {"store": count, "disk": count - 1, "memory": count - 2, "slots": count - 3}
     for k in range(2 * (count - 3)):
         drawing.box(ax, 8.2, 1 + 0.6 * k, 1.8, 0.5, f"{tenants[k // 2]}: next token", colours[k // 2], 9)
-    for x, held in enumerate(places.values()):
+    for column, (place, held) in enumerate(places.items()):
+        x = 2 * column
+        is_last = place == "slots"
         for k in range(held):
-            drawing.box(ax, 2 * x + 0.1, 1 + k, 1.1, 0.8, f"{tenants[k]}'s", colours[k], 9)
-        drawing.arrow(ax, (2 * x + 1.25, 1.4), (2 * x + (2.05 if x < 3 else 2.15), 1.4))
-        if x < 3:  # the way that the last one there has before it
-            drawing.arrow(ax, (2 * x + 1.25, held + 0.4), (2 * x + 2.05, held + 0.4), dashed=True)
-    for x, place in enumerate((*places, "one batch")):
-        drawing.note(ax, 2 * x + (0.65 if x < 4 else 1.1), 0.8, place, size=11, va="bottom")
-    waits = [f"{tenants[k]} waits\nfor {what}" for k, what in ((-1, "the store"), (-2, "the disk"), (-3, "a slot"))]
+            drawing.box(ax, x + 0.1, 1 + k, 1.1, 0.8, f"{tenants[k]}'s", colours[k], 9)
+        drawing.arrow(ax, (x + 1.25, 1.4), (x + (2.15 if is_last else 2.05), 1.4))
+        if not is_last:  # the way that the last one there has before it
+            drawing.arrow(ax, (x + 1.25, held + 0.4), (x + 2.05, held + 0.4), dashed=True)
+        drawing.note(ax, x + 0.65, 0.8, place, size=11, va="bottom")
+    drawing.note(ax, 9.1, 0.8, "one batch", size=11, va="bottom")
+    waits = [
+        f"{tenants[-1]} waits\nfor the store",
+        f"{tenants[-2]} waits\nfor the disk",
+        f"{tenants[-3]} waits\nfor a slot",
+    ]
     for k, text in enumerate(waits):
         drawing.note(ax, 2 * k + 0.65, count + 1, text, va="top", color=colours[-1 - k], fontweight="bold")
     held = "; ".join(f"{place}: {', '.join(tenants[:k])}" for place, k in places.items())
@@ -38,29 +45,21 @@ def timeline(result: Simulation, ax=None, slots=0):
 
     Below are the ``slots``, if given, each with a bar for an adapter in it.
     """
-    ax, rows = theme.axes(ax), result.rows()
+    ax = theme.axes(ax)
+    rows = result.rows()
     moments = pairwise(("arrived_s", "fetched_s", "started_s", "ended_s"))
     for step, (begin, end), fill in zip(("fetching", "waiting", "running"), moments, theme.fills(3), strict=True):
         widths = [row[end] - row[begin] for row in rows]
         ax.barh(range(len(rows)), widths, left=[row[begin] for row in rows], label=step, **fill)
-    come = [(row["fetched_s"], y) for y, row in enumerate(rows) if row["fetched_s"] > row["arrived_s"]]
-    ax.plot(
-        [x for x, _ in come], [y for _, y in come], "D", color="black", markeredgecolor="white", label="adapter is here"
-    )
+    waited = [y for y, row in enumerate(rows) if row["fetched_s"] > row["arrived_s"]]
+    here_s = [rows[y]["fetched_s"] for y in waited]
+    ax.plot(here_s, waited, "D", color="black", markeredgecolor="white", label="adapter is here")
     names = [row["adapter"] for row in rows]
     labels = [f"{name}, no. {names[: k + 1].count(name)}" for k, name in enumerate(names)]
-    used = [[] for _ in range(slots)]  # of each slot: its adapters, from when to when
-    for row in sorted(rows if slots else [], key=lambda row: row["started_s"]):
-        own = [spans for spans in used if spans and spans[-1][0] == row["adapter"]]
-        idle = [spans for spans in used if not spans or spans[-1][2] <= row["started_s"]]
-        spans = min(own or idle, key=len)
-        _, begin, end = spans.pop() if own else (None, row["started_s"], 0)
-        spans.append((row["adapter"], begin, max(end, row["ended_s"])))
-    for k, spans in enumerate(used):
+    for k, spans in enumerate(_used(rows, slots)):
         for name, begin, end in spans:
-            ax.bar_label(
-                ax.barh(len(rows) + k, end - begin, left=begin, color="0.9", ec="0.3"), [name], label_type="center"
-            )
+            bar = ax.barh(len(rows) + k, end - begin, left=begin, color="0.9", ec="0.3")
+            ax.bar_label(bar, [name], label_type="center")
     labels += [f"slot {k + 1}" for k in range(slots)]
     ax.set_yticks(range(len(labels)), labels)
     ax.invert_yaxis()
@@ -73,18 +72,42 @@ def timeline(result: Simulation, ax=None, slots=0):
     return theme.describe(ax, f"When each of {len(rows)} requests waits and runs (s): {said}.")
 
 
+def _used(rows: list[dict], slots: int) -> list[list[tuple[str, float, float]]]:
+    """Each slot's adapters, from when to when, as requests that start may take them."""
+    used: list[list[tuple[str, float, float]]] = [[] for _ in range(slots)]
+    if not slots:
+        return used
+    for row in sorted(rows, key=lambda row: row["started_s"]):
+        own = [spans for spans in used if spans and spans[-1][0] == row["adapter"]]
+        if own:
+            spans = min(own, key=len)
+            _, begin, end = spans.pop()
+            spans.append((row["adapter"], begin, max(end, row["ended_s"])))
+        else:
+            idle = [spans for spans in used if not spans or spans[-1][2] <= row["started_s"]]
+            min(idle, key=len).append((row["adapter"], row["started_s"], row["ended_s"]))
+    return used
+
+
 def first_tokens(parts: Mapping[str, Simulation], ax=None, earlier: Mapping[str, Simulation] = MappingProxyType({})):
     """Which share of some requests has its first token by when, named; ``earlier`` ones are grey."""
-    ax, said = theme.axes(ax), []
+    ax = theme.axes(ax)
     styles = dict(zip(parts, theme.styles(len(parts)), strict=True))
-    for some, grey in ((earlier, {"color": "0.7", "linewidth": 1.2}), (parts, {})):
-        for name, part in some.items():
-            times = sorted(row["first_token_s"] - row["arrived_s"] for row in part.rows())
-            shares = [100 * (k + 1) / len(times) for k in range(len(times))]
-            label = "the setting before" if grey and name == next(iter(earlier)) else None
-            label = label if grey else f"{name} ({len(times):,} requests)"
-            ax.step(times, shares, where="post", label=label, **styles[name] | {"marker": None} | grey)
-            said += [] if grey else [f"{name}: half within {part.first_token_s():.2f} s, all in {times[-1]:.2f} s"]
+
+    def step(name: str, part: Simulation, label: str | None, **style) -> float:
+        times = sorted(row["first_token_s"] - row["arrived_s"] for row in part.rows())
+        shares = [100 * (k + 1) / len(times) for k in range(len(times))]
+        ax.step(times, shares, where="post", label=label, **styles[name] | {"marker": None} | style)
+        return times[-1]
+
+    label = "the setting before"  # once, for all of them
+    for name, part in earlier.items():
+        step(name, part, label, color="0.7", linewidth=1.2)
+        label = None
+    said: list[str] = []
+    for name, part in parts.items():
+        longest = step(name, part, f"{name} ({len(part.rows()):,} requests)")
+        said.append(f"{name}: half within {part.first_token_s():.2f} s, all in {longest:.2f} s")
     ax.set(xlabel="← better    time to the first token (s, simulated)", ylabel="of the requests (%)", ylim=(0, 102))
     ax.set_xscale("log")
     ax.set_xlim(0.02, 100)
@@ -130,8 +153,10 @@ def _by_slots(rows, values, label, ax):
 
 def cold_start(rows, ax=None):
     """When the tokens of each request came; a circle where a newcomer did, grey where the first request pauses."""
-    ax, names = theme.axes(ax), rows["request"].unique()
-    (how,), (style, other) = rows["what"].unique(), theme.styles(2)
+    ax = theme.axes(ax)
+    names = rows["request"].unique()
+    (how,) = rows["what"].unique()
+    style, other = theme.styles(2)
     for y, name in enumerate(names):
         times = rows["token_s"][rows["request"] == name]
         if name.startswith("cold"):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from plpkg.adapters import Adapter
 from plpkg.serving.engine import Engine
 from plpkg.serving.requests import Request
-from plpkg.serving.service.scheduler import Drop, Pause, Scheduler, Ticket
+from plpkg.serving.service.scheduler import Drop, Pause, Scheduler, State, Ticket
 from plpkg.serving.service.tiers import Tiers
 
 ENDS = ("stop", "length")
@@ -23,6 +23,8 @@ ENDS = ("stop", "length")
 
 @dataclass(eq=False)
 class _Job(Ticket):
+    """A request in the service: a ticket, what the engine knows it by, and what its client is told."""
+
     request: Request | None = None
     weights: Adapter | None = None
     identity: int | None = None
@@ -43,12 +45,15 @@ class Replica:
     def __init__(self, engine: Engine, tiers: Tiers, scheduler: Scheduler) -> None:
         if scheduler.places > engine.max_batch:
             raise ValueError(f"the scheduler has places={scheduler.places}, the engine max_batch={engine.max_batch}")
-        self.engine, self.tiers, self.scheduler = engine, tiers, scheduler
+        self.engine = engine
+        self.tiers = tiers
+        self.scheduler = scheduler
         tiers.on_drop = self._unload
-        self._jobs: dict[int, _Job] = {}
-        self._leaving: list[_Job] = []
-        self._unloading: set[str] = set()
-        self._wake, self._loop = asyncio.Event(), None
+        self._jobs: dict[int, _Job] = {}  # by the engine's number
+        self._leaving: list[_Job] = []  # whose clients have gone, until the step is over
+        self._unloading: set[str] = set()  # paths that have left the memory, until nobody uses their slot
+        self._wake = asyncio.Event()
+        self._loop: asyncio.Task | None = None
         self._thread = ThreadPoolExecutor(1, "engine")
 
     async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple]:
@@ -76,7 +81,8 @@ class Replica:
         job = _Job(path, positions, time.monotonic(), account=request.account, request=request)
         self.scheduler.submit(job)
         try:
-            async with self.tiers.lease(path) if path else contextlib.nullcontext() as job.weights:
+            lease = self.tiers.lease(path) if path else contextlib.nullcontext()
+            async with lease as job.weights:
                 self.scheduler.fetched(job, time.monotonic())
                 self._wake.set()
                 reason = None
@@ -86,13 +92,14 @@ class Replica:
                         raise RuntimeError(reason)
                     yield token, reason, *scored
         finally:
-            if job.begun and job.state != "ended":
+            if job.begun and job.state != State.ENDED:
                 self._leaving.append(job)  # the engine may be in a step
             else:
                 self.scheduler.end(job, time.monotonic())
             self._wake.set()
 
     async def _run(self) -> None:
+        """Step the engine as long as somebody runs, and hand out what it has written."""
         while True:
             self._between_steps()
             if not self._jobs:
@@ -119,8 +126,9 @@ class Replica:
         self.tiers.close(reason)
 
     def _between_steps(self) -> None:
+        """Let clients leave who have gone, and carry out what the scheduler decides."""
         for job in self._leaving:
-            if job.state != "ended":
+            if job.state != State.ENDED:
                 self._end(job, None, "cancelled")
         self._leaving.clear()
         self._unloading = {path for path in self._unloading if not self._emptied(path)}
@@ -155,11 +163,15 @@ class Replica:
             self.engine.cancel(job.identity)
 
     def _emptied(self, path: str) -> bool:
-        if gone := path not in self.tiers.leases and self.scheduler.forget(path):  # or who waits would load it again
-            self._empty(path)
-            account, _, digest = path.split("/")
-            self.engine.forget(digest, account)
-        return gone
+        """Whether an adapter has left its slot, which nobody needs any more."""
+        if path in self.tiers.leases:  # who waits would load it again
+            return False
+        if not self.scheduler.forget(path):
+            return False
+        self._empty(path)
+        account, _, digest = path.split("/")
+        self.engine.forget(digest, account)
+        return True
 
     def _empty(self, path: str) -> None:
         with contextlib.suppress(ValueError):  # it had no slot, or could not be loaded
@@ -174,7 +186,7 @@ class Replica:
         await self.tiers.drop(prefix)
 
     async def gauges(self) -> list[dict[tuple, float]]:
-        """What is so now, by the name of a metric and the values of its labels; a list, as several have one each.
+        """Gauges, by the name of a metric and the values of its labels; a list, as several replicas have one each.
 
         RuntimeError if it can serve nobody any more.
         """

@@ -9,6 +9,7 @@ Left out: more machines (Ray could join them, with a store that all reach), GPUs
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import os
 import time
@@ -75,7 +76,7 @@ class Replicas:
 
     async def gauges(self) -> list[dict[tuple, float]]:
         replicas = await self._handle.broadcast("call", "gauges").results_async()
-        return [gauges for each in replicas for gauges in each]
+        return [*itertools.chain.from_iterable(replicas)]
 
     async def close(self) -> None:
         """End all requests with an error, where Ray still can; with :func:`replicated`'s context the processes end."""
@@ -86,7 +87,8 @@ class Replicas:
 
 def _wait(replicas: int, start_s: float, say: Callable[[str], None]) -> None:
     """Until all replicas run."""
-    began, told = time.monotonic(), 0
+    began = time.monotonic()
+    told = 0
     while True:
         (application,) = serve.status().applications.values()
         (deployment,) = application.deployments.values() or [None]

@@ -1,27 +1,32 @@
 """Which request runs when: a state machine without engine, threads or clock; the caller passes the time.
 
-Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the rest. Here a request whose adapter is
-still on its way stands behind nobody and before nobody. Accounts take turns (round robin): a start belongs to the
-account whose last one is longest ago, and goes to its oldest request that can start. Adapters have slots, which those
-that nobody uses give up, least recently used first. Left to that, requests for popular adapters could pass another one
-for ever, so waiting is bounded, as EASY backfilling bounds it (Lifka 1995): while any request has waited for
-``patience_s``, what one request lacks is reserved for it: a place in the batch, room for keys and values, and, if no
-slot is idle, one slot that takes no newcomers until it is idle. It keeps the reservation until it starts or leaves;
-slots emptied for many at a time would serve nobody. Accounts take turns at reservations, too, each with its oldest
-request. These turns are counted by themselves: small requests that start would else use up those of a large one.
+Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the rest. Here four rules decide:
+
+1. A request whose adapter is still on its way stands behind nobody and before nobody (:meth:`Scheduler.fetched`).
+2. Accounts take turns (round robin): a start belongs to the account whose last one is longest ago, and goes to its
+   oldest request that can start (:meth:`Scheduler._turns`).
+3. Adapters have slots, which those that nobody uses give up, least recently used first (:meth:`Scheduler._slot`).
+4. Left to that, requests for popular adapters could pass another one for ever, so waiting is bounded, as EASY
+   backfilling bounds it (Lifka 1995): while any request has waited for ``patience_s``, what one request lacks is
+   reserved for it (:meth:`Scheduler._reservations`): a place in the batch, room for keys and values, and, if no slot is
+   idle, one slot that takes no newcomers until it is idle. It keeps the reservation until it starts or leaves; slots
+   emptied for many at a time would serve nobody. Accounts take turns at reservations, too, each with its oldest
+   request. These turns are counted by themselves: small requests that start would else use up those of a large one.
 
 Accounts have shares: with ``n`` accounts that run or wait, each has the ``n``-th part of the places, of the positions
 and of the slots. A request within its account's share does not wait for what others have beyond theirs: of these, what
-was started last is paused, and goes on when there is room again. What a paused request has read stays in memory as long
-as nobody needs the room; then it is read again, at its own account's expense.
+was started last is paused (:meth:`Scheduler._beyond_their_shares`), and goes on when there is room again. What a paused
+request has read stays in memory as long as nobody needs the room; then it is read again, at its own account's expense.
 
 Left out: which answer will be short (nobody knows), and shares within an account.
 """
 
+import itertools
 import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import NamedTuple
 
 from plpkg.validation import number, whole_number
@@ -38,6 +43,17 @@ class OverloadedError(RuntimeError):
         return f"{self.args[0]}; try again in {self.retry_after_s} s"
 
 
+class State(StrEnum):
+    """Where a request stands."""
+
+    FETCHING = "fetching"
+    """Its adapter is not in memory yet."""
+    WAITING = "waiting"
+    """It can start, or go on, when it is chosen."""
+    RUNNING = "running"
+    ENDED = "ended"
+
+
 @dataclass(eq=False)
 class Ticket:
     """A request, as the scheduler sees it.
@@ -51,7 +67,7 @@ class Ticket:
     arrived_s
         When it came.
     state
-        ``"fetching"`` until its adapter is in memory, ``"waiting"``, ``"running"``, ``"ended"``.
+        Where it stands.
     since_s
         When it came into this state.
     account
@@ -65,7 +81,7 @@ class Ticket:
     adapter: str | None
     positions: int
     arrived_s: float
-    state: str = "fetching"
+    state: State = State.FETCHING
     since_s: float = 0.0
     account: str = ""
     begun: bool = False
@@ -133,23 +149,29 @@ class Scheduler:
     def __init__(
         self, slots=16, places=32, positions=2**16, max_queued=1024, max_queued_each=None, patience_s=2.0
     ) -> None:
-        self.num_slots, self.places = whole_number("slots", slots, 1), whole_number("places", places, 1)
+        self.num_slots = whole_number("slots", slots, 1)
+        self.places = whole_number("places", places, 1)
         self.positions = whole_number("positions", positions, 1)
         self.max_queued = whole_number("max_queued", max_queued, 1)
-        each = max_queued if max_queued_each is None else max_queued_each
-        self.max_queued_each = whole_number("max_queued_each", each, 1)
+        if max_queued_each is None:
+            max_queued_each = max_queued
+        self.max_queued_each = whole_number("max_queued_each", max_queued_each, 1)
         self.patience_s = patience_s if patience_s == math.inf else number("patience_s", patience_s, 0)
         self.queued: list[Ticket] = []
         self.running: list[Ticket] = []
         self.slots: OrderedDict[str, int] = OrderedDict()
         self._mean_run_s = 1.0
-        self._reserved: Ticket | None = None
-        self._count, self._last_start, self._last_reservation = 0, {}, {}  # by account, as numbers that only grow
+        self._reserved: Ticket | None = None  # who has the reservation
+        self._turn = itertools.count(1)
+        self._last_start: dict[str, int] = {}  # by account, the number of its last turn
+        self._last_reservation: dict[str, int] = {}
 
     @property
     def filled(self) -> int:
         """The positions that running requests may fill, and those that paused ones hold."""
-        return sum(each.positions for each in self.running) + sum(each.positions for each in self.queued if each.held)
+        running = sum(each.positions for each in self.running)
+        held = sum(each.positions for each in self.queued if each.held)
+        return running + held
 
     def submit(self, ticket: Ticket) -> None:
         """Queue a request, which is told by :meth:`fetched` when its adapter is there.
@@ -167,24 +189,25 @@ class Scheduler:
         if len(self.queued) >= self.max_queued or theirs >= self.max_queued_each:
             after = math.ceil(self._mean_run_s * len(self.queued) / self.places)
             raise OverloadedError(f"{len(self.queued)} requests are waiting", max(1, after))
-        ticket.state, ticket.since_s = "fetching", ticket.arrived_s
+        ticket.state = State.FETCHING
+        ticket.since_s = ticket.arrived_s
         self.queued.append(ticket)
 
     def fetched(self, ticket: Ticket, now_s: float) -> None:
         """A request's adapter is in memory, or it needs none; for one that has ended meanwhile, no error."""
-        if ticket.state == "fetching":
-            ticket.state, ticket.since_s = "waiting", now_s
+        if ticket.state == State.FETCHING:
+            ticket.state = State.WAITING
+            ticket.since_s = now_s
 
     def end(self, ticket: Ticket, now_s: float) -> None:
         """A request has ended, whatever its state and the reason; once more is no error."""
-        if ticket.state == "running":
-            self.running.remove(ticket)
-            self._mean_run_s += 0.1 * (now_s - ticket.since_s - self._mean_run_s)
-            if ticket.adapter is not None:
-                self.slots[ticket.adapter] -= 1
-        elif ticket.state != "ended":
+        if ticket.state == State.RUNNING:
+            self._runs_no_more(ticket)
+            run_s = now_s - ticket.since_s
+            self._mean_run_s += 0.1 * (run_s - self._mean_run_s)  # recent runs count more
+        elif ticket.state != State.ENDED:
             self._waits_no_more(ticket)
-        ticket.state = "ended"
+        ticket.state = State.ENDED
 
     def forget(self, adapter: str) -> bool:
         """Empty an adapter's slot, unless a running request uses it: whether it has none now."""
@@ -193,43 +216,49 @@ class Scheduler:
         return adapter not in self.slots
 
     def decide(self, now_s: float) -> list[Start | Pause | Drop]:
-        """What starts now, in the order of reservations and then of turns, and what leaves for it before."""
+        """Decide what starts now, in the order of reservations and then of turns, and what leaves for it before."""
         decisions: list[Start | Pause | Drop] = []
-        while True:
+        paused = True
+        while paused:  # then there may be room for who comes first
             more = self._decided(now_s)
             decisions += more
-            if not any(isinstance(each, Pause) for each in more):
-                return decisions
+            paused = any(isinstance(each, Pause) for each in more)
+        return decisions
 
     def _decided(self, now_s: float) -> list[Start | Pause | Drop]:
-        """What is decided until somebody is paused, which may leave room for who comes first."""
+        """The decisions until somebody is paused, or nobody else can start."""
         decisions: list[Start | Pause | Drop] = []
         running = Counter(each.account for each in self.running)
-        num_accounts = len(running.keys() | {each.account for each in self.queued if each.state == "waiting"})
-        places = self.places - len(self.running)
-        positions = self.positions - sum(each.positions for each in self.running)
-        drained = ""  # whose slot takes no newcomers
+        waiting = {each.account for each in self.queued if each.state == State.WAITING}
+        num_accounts = len(running.keys() | waiting)
+        free_places = self.places - len(self.running)
+        free_positions = self.positions - sum(each.positions for each in self.running)
+        drained = ""  # the adapter whose slot takes no newcomers
         for ticket in self._in_order(now_s):
-            if min(places, positions) <= 0 and running[ticket.account] + 1 > self._share("places", num_accounts):
+            full = free_places <= 0 or free_positions <= 0
+            if full and running[ticket.account] + 1 > self._share("places", num_accounts):
                 if num_accounts == 1:
                     break
                 continue  # there is no room, and none is made for this account
-            slot, evicted = self._slot(ticket.adapter)
-            fits = slot and ticket.adapter != drained and places > 0 and ticket.positions <= positions
-            paused = [] if fits else self._beyond_their_shares(ticket, num_accounts)
-            if paused is not None:
-                decisions += [self._pause(each, now_s) for each in paused]
+            has_slot, _ = self._slot(ticket.adapter)
+            can_enter = has_slot and ticket.adapter != drained
+            fits = can_enter and free_places > 0 and ticket.positions <= free_positions
+            victims = [] if fits else self._beyond_their_shares(ticket, num_accounts)
+            if victims is not None:
+                decisions += [self._pause(each, now_s) for each in victims]
                 decisions += self._dropped(ticket)
-                _, evicted = self._slot(ticket.adapter)
+                _, evicted = self._slot(ticket.adapter)  # of those that nobody uses now
                 decisions.append(self._start(ticket, evicted, now_s))
                 running[ticket.account] += 1
-                if paused:
+                if victims:
                     break
             elif ticket is self._reserved:
-                drained = "" if slot else next(iter(self.slots))
+                if not has_slot:
+                    drained = next(iter(self.slots))  # least recently used
             else:
                 continue
-            places, positions = places - 1, positions - ticket.positions  # taken, or reserved for it
+            free_places -= 1  # taken, or reserved for it
+            free_positions -= ticket.positions
         return decisions
 
     def _beyond_their_shares(self, ticket: Ticket, num_accounts: int) -> list[Ticket] | None:
@@ -239,53 +268,64 @@ class Scheduler:
         """
         if num_accounts == 1:
             return None
-        reserved = [self._reserved] if self._reserved not in (None, ticket) else []
-        running, victims = [*reserved, *self.running], []
+        running = [*self.running]
+        if self._reserved not in (None, ticket):
+            running.insert(0, self._reserved)
         if not self._within_its_share(ticket, running, num_accounts):
             return None
-        while True:
-            lacking = self._lacking(ticket, running)
-            if lacking is None:
-                return victims
+        victims: list[Ticket] = []
+        lacking = self._lacking(ticket, running)
+        while lacking is not None:
             victim = self._furthest_beyond(lacking, running, num_accounts)
             if victim is None:
                 return None
-            leave = [victim]
+            leaving = [victim]
             if lacking == "slots":  # one is free once nobody uses its adapter
-                leave = [
-                    each for each in self.running if (each.account, each.adapter) == (victim.account, victim.adapter)
-                ]
-            victims += [each for each in leave if each in running]
-            running = [each for each in running if each not in leave]
+                leaving = self._alike(victim)
+            victims += [each for each in leaving if each in running]
+            running = [each for each in running if each not in leaving]
+            lacking = self._lacking(ticket, running)
+        return victims
+
+    def _alike(self, ticket: Ticket) -> list[Ticket]:
+        """The running requests of an account that use the same adapter."""
+        same_account = [each for each in self.running if each.account == ticket.account]
+        return [each for each in same_account if each.adapter == ticket.adapter]
 
     @property
     def _whole(self) -> dict[str, int]:
-        """Of each resource, how much there is."""
+        """By resource, how much there is."""
         return {"places": self.places, "positions": self.positions, "slots": self.num_slots}
 
     def _used(self, tickets: list[Ticket]) -> dict[str, int]:
-        """Of each resource, how much requests use that run."""
+        """By resource, how much these requests use when they run."""
+        positions = sum(each.positions for each in tickets)
         adapters = {each.adapter for each in tickets} - {None}
-        return {
-            "places": len(tickets), "positions": sum(each.positions for each in tickets), "slots": len(adapters),
-        }  # fmt: skip
+        return {"places": len(tickets), "positions": positions, "slots": len(adapters)}
 
     def _share(self, resource: str, num_accounts: int) -> float:
+        """How much of a resource is one account's."""
         share = self._whole[resource] / num_accounts
-        # Part of a place or of a slot is of no use; positions are many, and a request takes any number of them.
-        return share if resource == "positions" else max(1, share)
+        if resource == "positions":
+            return share
+        return max(1, share)  # part of a place or of a slot is of no use; of positions, a request takes any number
 
     def _within_its_share(self, ticket: Ticket, running: list[Ticket], num_accounts: int) -> bool:
-        used = self._used([*(each for each in running if each.account == ticket.account), ticket])
+        """Whether a request leaves its account within its share of everything, if these run."""
+        theirs = [each for each in running if each.account == ticket.account]
+        used = self._used([*theirs, ticket])
         return all(count <= self._share(resource, num_accounts) for resource, count in used.items())
 
     def _lacking(self, ticket: Ticket, running: list[Ticket]) -> str | None:
-        """What a request would lack if these were all that run."""
+        """The resource that a request would lack if these were all that run."""
         used = self._used([*running, ticket])
-        return next((resource for resource, whole in self._whole.items() if used[resource] > whole), None)
+        for resource, whole in self._whole.items():
+            if used[resource] > whole:
+                return resource
+        return None
 
     def _furthest_beyond(self, resource: str, running: list[Ticket], num_accounts: int) -> Ticket | None:
-        """What was started last of the account that is furthest beyond its share, if one is."""
+        """The request that was started last of the account that is furthest beyond its share, if one is."""
         by_account: dict[str, list[Ticket]] = {}
         for each in running:
             by_account.setdefault(each.account, []).append(each)
@@ -294,15 +334,16 @@ class Scheduler:
             if used[account] <= self._share(resource, num_accounts):
                 return None
             for each in reversed(by_account[account]):
-                if each.state == "running" and (resource != "slots" or each.adapter is not None):
+                of_use = resource != "slots" or each.adapter is not None
+                if each.state == State.RUNNING and of_use:  # who has the reservation only counts as if it ran
                     return each
         return None
 
     def _pause(self, ticket: Ticket, now_s: float) -> Pause:
-        self.running.remove(ticket)
-        if ticket.adapter is not None:
-            self.slots[ticket.adapter] -= 1
-        ticket.state, ticket.since_s, ticket.held = "waiting", now_s, True
+        self._runs_no_more(ticket)
+        ticket.state = State.WAITING
+        ticket.since_s = now_s
+        ticket.held = True
         self.queued.append(ticket)
         return Pause(ticket)
 
@@ -310,7 +351,7 @@ class Scheduler:
         """Make room in memory for a request that starts: what was paused last goes first."""
         drops = []
         held = [each for each in self.queued if each.held and each is not ticket]
-        taken = 0 if ticket.held else ticket.positions
+        taken = 0 if ticket.held else ticket.positions  # what it holds is in ``filled`` already
         while held and self.filled + taken > self.positions:
             last = held.pop()
             last.held = False
@@ -318,37 +359,60 @@ class Scheduler:
         return drops
 
     def _in_order(self, now_s: float) -> Iterator[Ticket]:
-        """Requests that wait: who has a reservation, then all in turn. It looks whether the one before was started."""
-        queues: dict[str, deque[Ticket]] = {}
-        waiting = [each for each in self.queued if each.state == "waiting"]
+        """Requests that wait: who has a reservation, then all others in turn."""
+        waiting = [each for each in self.queued if each.state == State.WAITING]
         waiting.sort(key=lambda each: (not each.begun, each.since_s))  # what was paused goes on first
+        queues: dict[str, deque[Ticket]] = {}  # by account
         for ticket in waiting:
             queues.setdefault(ticket.account, deque()).append(ticket)
+        yield from self._reservations(queues, waiting, now_s)
+        yield from self._turns(queues)
+
+    def _reservations(self, queues: dict[str, deque[Ticket]], waiting: list[Ticket], now_s: float) -> Iterator[Ticket]:
+        """Who has a reservation, and the next if that one starts: the caller changes ``ticket.state`` between two.
+
+        They are taken out of the accounts' ``queues``; ``waiting`` are all who stand in these.
+        """
         while waiting and now_s - min(each.since_s for each in waiting) >= self.patience_s:
             if self._reserved not in waiting:
                 account = min(queues, key=lambda each: self._last_reservation.get(each, 0))
                 self._reserved = queues[account][0]
-                self._last_reservation[account] = self._count = self._count + 1  # also if it leaves instead
-            yield (ticket := self._reserved)
-            queues[ticket.account].remove(ticket)
-            queues = {account: queue for account, queue in queues.items() if queue}
-            if ticket.state == "waiting":
-                break
+                self._last_reservation[account] = next(self._turn)  # also if it leaves instead
+            ticket = self._reserved
+            yield ticket
+            queue = queues[ticket.account]
+            queue.remove(ticket)
+            if not queue:
+                del queues[ticket.account]
+            if ticket.state == State.WAITING:
+                return  # it has not started, and keeps the only reservation
             waiting.remove(ticket)
-        turns = deque(sorted(queues, key=lambda account: self._last_start.get(account, 0)))
-        while turns:
-            account = turns.popleft()
+
+    def _turns(self, queues: dict[str, deque[Ticket]]) -> Iterator[Ticket]:
+        """Accounts in turn, each one's oldest first: the caller changes ``ticket.state`` between two tickets.
+
+        The turn goes on when a request has started; if it could not, the next of its account has it.
+        """
+        accounts = deque(sorted(queues, key=lambda account: self._last_start.get(account, 0)))
+        while accounts:
+            account = accounts.popleft()
             ticket = queues[account].popleft()
             yield ticket
-            if queues[account]:
-                (turns.append if ticket.state == "running" else turns.appendleft)(account)
+            if not queues[account]:
+                continue
+            if ticket.state == State.RUNNING:
+                accounts.append(account)
+            else:
+                accounts.appendleft(account)
 
     def _slot(self, adapter: str | None) -> tuple[bool, str | None]:
-        """Whether there is a slot for an adapter, and who would have to leave it."""
+        """Whether there is a slot for an adapter, and the adapter that would have to leave it."""
         if adapter is None or adapter in self.slots or len(self.slots) < self.num_slots:
             return True, None
-        idle = next((each for each, users in self.slots.items() if not users), None)
-        return idle is not None, idle
+        for each, users in self.slots.items():  # least recently used first
+            if not users:
+                return True, each
+        return False, None
 
     def _start(self, ticket: Ticket, evicted: str | None, now_s: float) -> Start:
         if evicted is not None:
@@ -358,10 +422,17 @@ class Scheduler:
             self.slots.move_to_end(ticket.adapter)
         self._waits_no_more(ticket)
         self.running.append(ticket)
-        ticket.state, ticket.since_s = "running", now_s
-        ticket.begun, ticket.held = True, False
-        self._last_start[ticket.account] = self._count = self._count + 1
+        ticket.state = State.RUNNING
+        ticket.since_s = now_s
+        ticket.begun = True
+        ticket.held = False
+        self._last_start[ticket.account] = next(self._turn)
         return Start(ticket, evicted)
+
+    def _runs_no_more(self, ticket: Ticket) -> None:
+        self.running.remove(ticket)
+        if ticket.adapter is not None:
+            self.slots[ticket.adapter] -= 1
 
     def _waits_no_more(self, ticket: Ticket) -> None:
         self.queued.remove(ticket)

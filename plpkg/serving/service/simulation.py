@@ -32,10 +32,15 @@ def arrivals(count, per_s, tenants, popularity="zipf", *, tokens=(8, 128), seed=
     tenants without any. Prompts and answers have any length between the two of ``tokens`` alike.
     """
     one_of("popularity", popularity, ARRIVALS)
-    random, now, drawn = Random(seed), 0.0, []
+    random = Random(seed)
     shares = [1 / k if popularity == "zipf" else 1.0 for k in range(1, tenants + 1)]
-    owners = random.choices(range(tenants), shares, k=count)
-    owners = {"distinct": [k % tenants for k in range(count)], "identical": [0] * count}.get(popularity, owners)
+    owners = random.choices(range(tenants), shares, k=count)  # drawn for each law, so that the times are the same
+    if popularity == "distinct":
+        owners = [k % tenants for k in range(count)]
+    elif popularity == "identical":
+        owners = [0] * count
+    now = 0.0
+    drawn: list[Arrival] = []
     for k in owners:
         now += random.expovariate(per_s)
         drawn.append(Arrival(now, f"tenant-{k}", random.randint(*tokens), random.randint(*tokens)))
@@ -44,7 +49,7 @@ def arrivals(count, per_s, tenants, popularity="zipf", *, tokens=(8, 128), seed=
 
 @dataclass(frozen=True)
 class Simulation(Tabular):
-    """What became of each request, in seconds; a ``hit``: its adapter was in a slot when it came."""
+    """The times of each request, in seconds; a ``hit``: its adapter was in a slot when it came."""
 
     table: list[dict]
 
@@ -57,7 +62,8 @@ class Simulation(Tabular):
 
     @property
     def tokens_per_s(self) -> float:
-        first, last = self.table[0]["arrived_s"], max(row["ended_s"] for row in self.table)
+        first = self.table[0]["arrived_s"]
+        last = max(row["ended_s"] for row in self.table)
         return sum(row["new"] for row in self.table) / (last - first)
 
     @property
@@ -71,7 +77,7 @@ class Simulation(Tabular):
         return times[max(0, math.ceil(share * len(times)) - 1)]
 
     def of(self, adapter: str) -> "Simulation":
-        """What became of the requests for one adapter."""
+        """The requests for one adapter."""
         return Simulation([row for row in self.table if row["adapter"] == adapter])
 
     def __repr__(self) -> str:
@@ -90,8 +96,13 @@ def simulate(arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, ste
     """
     if not arrivals:
         raise ValueError("arrivals must be at least one, got none")
-    now, coming, memory, rows = 0.0, deque(arrivals), {}, {}  # memory: since when, by adapter
-    fetching, written, ended = {}, Counter(), []
+    now = 0.0
+    coming = deque(arrivals)
+    memory: dict[str, float] = {}  # by adapter, since when it is there
+    fetching: dict[Ticket, float] = {}  # until when
+    written: Counter[Ticket] = Counter()  # tokens
+    rows: dict[Ticket, dict] = {}
+    ended: list[Ticket] = []
     while coming or scheduler.queued or scheduler.running:
         while coming and coming[0].arrived_s <= now:
             arrival = coming.popleft()
@@ -109,9 +120,13 @@ def simulate(arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, ste
             kept = scheduler.slots.keys() | {ticket.adapter for ticket in scheduler.queued}
             memory = {adapter: since_s for adapter, since_s in memory.items() if adapter in kept}
         if not scheduler.running:
-            now = min([*fetching.values(), *(arrival.arrived_s for arrival in list(coming)[:1])])
+            events = [*fetching.values()]
+            if coming:
+                events.append(coming[0].arrived_s)
+            now = min(events)
             continue
-        now += step_s + token_s * sum(1 if written[t] else rows[t]["prompt"] for t in scheduler.running)
+        read = sum(1 if written[ticket] else rows[ticket]["prompt"] for ticket in scheduler.running)
+        now += step_s + token_s * read
         written.update(scheduler.running)
         for ticket in scheduler.running:
             rows[ticket].setdefault("first_token_s", now)

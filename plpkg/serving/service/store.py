@@ -38,7 +38,8 @@ from plpkg.serving.service.places import folder_of, prune
 from plpkg.untrusted import header_length
 from plpkg.validation import number, whole_number
 
-NAME, VERSION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"), re.compile("[0-9a-f]{64}")
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+VERSION = re.compile("[0-9a-f]{64}")
 UNFINISHED = "unfinished"
 OF_VERSION = re.compile(f"({NAME.pattern}/{NAME.pattern})/({VERSION.pattern})/[^/]+")
 STAGED = re.compile(rf"({re.escape(WEIGHTS)}|{re.escape(CONFIG)}|{UNFINISHED}|current)#\d+")
@@ -78,23 +79,7 @@ class Store:
         number("timeout_s", timeout_s, 0, open_low=True)
         self._known = Known(refresh_s, stale_s)
         self.max_versions = whole_number("max_versions", max_versions, 1)
-        if (folder := folder_of(location)) is not None:
-            # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
-            try:
-                location = LocalStore(private_folder(folder))
-            except ValueError as error:  # no file system has such a name
-                raise ValueError(f"{location!r} is no store: {error}") from None
-        elif isinstance(location, str):
-            retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
-            client = {"timeout": timedelta(seconds=timeout_s)}
-            client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
-            try:
-                location = from_url(location, retry_config=retries, client_options=client)
-            except (BaseError, ValueError) as error:
-                raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
-        elif not hasattr(obstore.store, type(location).__name__):
-            raise ValueError(f"location must be a URL, a folder or one of obstore's stores, got {location!r}")
-        self._objects = location
+        self._objects = _objects(location, timeout_s)
         self._writing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def put(self, account: str, name: str, adapter: Adapter) -> str:
@@ -112,45 +97,55 @@ class Store:
             The store does not answer; what was current still is.
         """
         place = _place(account, name)
-        mark = f"{place}/{adapter.digest}/{UNFINISHED}"
+        under = f"{place}/{adapter.digest}"
         async with self._writing[account]:
-            versions = (await self.sweep(account)).get(account, {})
-            new = adapter.digest not in versions.get(name, ())
-            full = new and sum(map(len, versions.values())) >= self.max_versions
-            if full and name not in versions:
+            swept = await self.sweep(account)
+            versions = swept.get(account, {})
+            is_new = adapter.digest not in versions.get(name, ())
+            is_full = is_new and sum(map(len, versions.values())) >= self.max_versions
+            if is_full and name not in versions:
                 raise AccountFullError(
                     f"account {account!r} has {self.max_versions} versions of adapters, the most it may: delete one, "
                     "NAME@SHA256, or a name with all of them"
                 )
-            try:
-                if new:
-                    await _call(self._put(mark, b""))
-                for file in (WEIGHTS, CONFIG):
-                    path, content = f"{place}/{adapter.digest}/{file}", bytes(adapter.files[file])
-                    try:
-                        await _call(self._put(path, content, mode="create"))
-                    except AlreadyExistsError:  # of this content, as its path says, unless it was cut off
-                        if (await _call(obstore.head_async(self._objects, path)))["size"] != len(content):
-                            await _call(self._put(path, content))
-                if new:
-                    await _call(obstore.head_async(self._objects, mark))
-            except NotFoundError:
-                raise StoreError("another process has removed the upload, as one that had died") from None
+            await self._write(under, adapter, marked=is_new)
             await _call(self._put(f"{place}/current", adapter.digest.encode()))
-            self._known.change(f"{place}/{adapter.digest}", adapter.digest)
+            self._known.change(under, adapter.digest)
             self._known.change(place, adapter.digest)
-            if new:
+            if is_new:
                 with contextlib.suppress(StoreError):  # the next upload removes it
-                    await _call(obstore.delete_async(self._objects, mark))
-            if full:
+                    await _call(obstore.delete_async(self._objects, f"{under}/{UNFINISHED}"))
+            if is_full:
+                oldest = versions[name][0]
                 with contextlib.suppress(StoreError):  # the next upload does it
-                    await self._remove(account, f"{place}/{versions[name][0]}", CONFIG)
+                    await self._remove(account, f"{place}/{oldest}", CONFIG)
         return adapter.digest
+
+    async def _write(self, under: str, adapter: Adapter, *, marked: bool) -> None:
+        """Write both files of a version, the weights first; one that is ``marked`` does not count meanwhile."""
+        mark = f"{under}/{UNFINISHED}"
+        try:
+            if marked:
+                await _call(self._put(mark, b""))
+            for file in (WEIGHTS, CONFIG):
+                path = f"{under}/{file}"
+                content = bytes(adapter.files[file])
+                try:
+                    await _call(self._put(path, content, mode="create"))
+                except AlreadyExistsError:  # of this content, as its path says, unless it was cut off
+                    there = await _call(obstore.head_async(self._objects, path))
+                    if there["size"] != len(content):
+                        await _call(self._put(path, content))
+            if marked:
+                await _call(obstore.head_async(self._objects, mark))
+        except NotFoundError:
+            raise StoreError("another process has removed the upload, as one that had died") from None
 
     async def current(self, account: str, name: str, version: str | None = None) -> str:
         """The version that a name means, or the one asked for. NotFoundError if there is no such adapter or version."""
         place = _place(account, name)
-        if (current := await self._known.get(place, lambda: self._named(place))) is None:
+        current = await self._known.get(place, lambda: self._named(place))
+        if current is None:
             raise NotFoundError(f"account {account!r} has no adapter {name!r}")
         if version in (None, current):
             return current
@@ -160,6 +155,7 @@ class Store:
         return version
 
     async def _there(self, under: str) -> str | None:
+        """A version's path, if the version is in the store."""
         try:
             await self._range(f"{under}/{CONFIG}", 1)
         except NotFoundError:
@@ -167,17 +163,20 @@ class Store:
         return under
 
     async def _named(self, place: str) -> str | None:
+        """The version that a name means, as the store says."""
         try:
-            version = (await self._range(f"{place}/current", 65))[1].decode("ascii", "replace")
+            _, content = await self._range(f"{place}/current", 65)
         except NotFoundError:
             return None
+        version = content.decode("ascii", "replace")
         if not VERSION.fullmatch(version):
             raise DamagedError(f"{place}/current names no version, but {version!r}")
         return version
 
     async def versions(self, account: str) -> Mapping[str, list[str]]:
         """All versions that an account has, by name, the oldest first."""
-        return (await self._listed(_place(account)))[0].get(account, {})
+        found, _ = await self._listed(_place(account))
+        return found.get(account, {})
 
     async def _listed(self, account: str | None) -> tuple[dict[str, dict[str, list[str]]], list[str]]:
         """The versions that count, by account and name, and the objects of those that do not."""
@@ -185,18 +184,24 @@ class Store:
         paths = [each["path"] for each in sorted(objects, key=lambda each: each["last_modified"])]
         files: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
         for path in paths:
-            if match := OF_VERSION.fullmatch(path):
+            match = OF_VERSION.fullmatch(path)
+            if match:
                 files[match.groups()].append(path)
-        there, found, left = {*paths}, {}, []
+        there = set(paths)
+        found: dict[str, dict[str, list[str]]] = {}
+        left: list[str] = []
         for (place, version), theirs in files.items():
             mark = f"{place}/{version}/{UNFINISHED}"
-            whole = {f"{place}/{version}/{CONFIG}", f"{place}/current"} <= there
-            if not whole or (mark in there and await self._named(place) != version):
+            counts = {f"{place}/{version}/{CONFIG}", f"{place}/current"} <= there
+            if counts and mark in there:  # its upload has died, unless only the mark is left
+                counts = await self._named(place) == version
+            if not counts:
                 left += theirs
                 continue
             account, name = place.split("/")
             found.setdefault(account, {}).setdefault(name, []).append(version)
-            left += {mark} & there
+            if mark in there:
+                left.append(mark)
         return found, left
 
     async def sweep(self, account: str | None = None) -> Mapping[str, Mapping[str, list[str]]]:
@@ -223,7 +228,10 @@ class Store:
             The name means this version.
         """
         place = _place(account, name)
-        under, first = (place, "current") if version is None else (f"{place}/{stored_version(version)}", CONFIG)
+        if version is None:
+            under, first = place, "current"
+        else:
+            under, first = f"{place}/{stored_version(version)}", CONFIG
         async with self._writing[account]:
             if version is not None and version == await self._named(place):
                 raise ValueError(
@@ -234,11 +242,13 @@ class Store:
 
     async def _remove(self, account: str, under: str, first: str) -> bool:
         """Remove what is under a path; whether something was. ``first`` goes first: without it the others count not."""
-        paths = {each["path"] for each in await _call(obstore.list(self._objects, prefix=under).collect_async())}
+        objects = await _call(obstore.list(self._objects, prefix=under).collect_async())
+        paths = {each["path"] for each in objects}
         head = {f"{under}/{first}"} & paths
-        for some in filter(None, (head, paths - head)):
-            await _call(obstore.delete_async(self._objects, sorted(some)))
-            self._known.change(under, None)
+        for some in (head, paths - head):
+            if some:
+                await _call(obstore.delete_async(self._objects, sorted(some)))
+                self._known.change(under, None)
         if self.folder:
             await asyncio.to_thread(prune, self.folder, account, STAGED)
         return bool(paths)
@@ -256,8 +266,9 @@ class Store:
             It is no adapter of this model, or not the one that its path names.
         """
         try:
-            read = self._read(f"{path}/{CONFIG}", MAX_CONFIG_BYTES), self._header(f"{path}/{WEIGHTS}")
-            config, (size, header) = await asyncio.gather(*read)
+            config, (size, header) = await asyncio.gather(
+                self._read(f"{path}/{CONFIG}", MAX_CONFIG_BYTES), self._header(f"{path}/{WEIGHTS}")
+            )
         except ValueError as error:
             raise InvalidAdapterError(str(error)) from None
         await asyncio.to_thread(inspect, config, header, size, model, limits)
@@ -271,16 +282,20 @@ class Store:
         """The size of the weights, and their first 8 + N bytes."""
         size, start = await self._range(path, START_BYTES)
         length = 8 + header_length(start)
-        return size, start[:length] if length <= len(start) else (await self._range(path, length))[1]
+        if length > len(start):
+            _, start = await self._range(path, length)
+        return size, start[:length]
 
     async def _range(self, path: str, end: int) -> tuple[int, bytes]:
+        """The size of an object, and its bytes up to ``end``."""
         result = await self._get(path, options={"range": (0, end)})
         return result.meta["size"], bytes(await _call(result.bytes_async()))
 
     async def _read(self, path: str, most: int) -> bytearray:
         """A whole object, and never more than ``most`` bytes of it."""
         result = await self._get(path)
-        if (size := result.meta["size"]) > most:
+        size = result.meta["size"]
+        if size > most:
             raise InvalidAdapterError(f"{Path(path).name} has {size:,} bytes, at most {most:,} are allowed")
         return bytearray(await _call(result.bytes_async()))
 
@@ -292,22 +307,49 @@ class Store:
 
     async def _put(self, path: str, content: bytes, **options) -> None:
         """Write an object. As a file it is its owner's alone, and so is each folder that is made for it."""
-        if file := self._file(path):
+        file = self._file(path)
+        if file:
             private_folder(file.parent)
         await obstore.put_async(self._objects, path, content, **options)
         if file:
             file.chmod(0o600)
 
     def _file(self, path: str) -> Path | None:
+        """Where an object is, if the store is a directory."""
         return None if self.folder is None else self.folder / path
 
     @property
     def folder(self) -> Path | None:
         """Where it is, if it is a directory."""
-        return Path(self._objects.prefix or "/") if isinstance(self._objects, LocalStore) else None
+        if not isinstance(self._objects, LocalStore):
+            return None
+        return Path(self._objects.prefix or "/")
+
+
+def _objects(location, timeout_s: float):
+    """The obstore at a location."""
+    folder = folder_of(location)
+    if folder is not None:
+        # Its errors name the folder, obstore's do not; what is in it is its owner's alone.
+        try:
+            return LocalStore(private_folder(folder))
+        except ValueError as error:  # no file system has such a name
+            raise ValueError(f"{location!r} is no store: {error}") from None
+    if isinstance(location, str):
+        retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
+        client = {"timeout": timedelta(seconds=timeout_s)}
+        client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
+        try:
+            return from_url(location, retry_config=retries, client_options=client)
+        except (BaseError, ValueError) as error:
+            raise ValueError(f"{location!r} is no store: {error}".split("\n")[0]) from None
+    if not hasattr(obstore.store, type(location).__name__):
+        raise ValueError(f"location must be a URL, a folder or one of obstore's stores, got {location!r}")
+    return location
 
 
 async def _call(operation: Awaitable):
+    """The result of an operation of obstore, whose errors are told as this module's."""
     try:
         return await operation
     except AlreadyExistsError:
@@ -316,8 +358,8 @@ async def _call(operation: Awaitable):
         raise NotFoundError("there is no such version of the adapter") from None
     except (OSError, BaseError) as error:
         told = StoreError(f"the store does not answer: {type(error).__name__}: {error}".split("\n")[0])
-        number = re.search(r"\(os error (\d+)\)", str(error))  # so obstore says it
-        told.errno = int(number[1]) if number else getattr(error, "errno", None)
+        os_error = re.search(r"\(os error (\d+)\)", str(error))  # so obstore says it
+        told.errno = int(os_error[1]) if os_error else getattr(error, "errno", None)
         raise told from error
 
 
@@ -329,6 +371,7 @@ def stored_version(version: str) -> str:
 
 
 def _place(*parts: str) -> str:
+    """The path ``ACCOUNT`` or ``ACCOUNT/NAME``; ValueError if a part is no name."""
     for part in parts:
         if not NAME.fullmatch(part):
             raise ValueError(f"a name has up to 64 letters, digits, dots, dashes or underscores, got {part!r}")

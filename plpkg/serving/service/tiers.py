@@ -39,7 +39,8 @@ class Disk:
     """
 
     def __init__(self, folder: str | Path, num_bytes: int = 2**33) -> None:
-        self.folder, self.num_bytes = Path(folder), whole_number("num_bytes", num_bytes, 0)
+        self.folder = Path(folder)
+        self.num_bytes = whole_number("num_bytes", num_bytes, 0)
         self._changing = threading.Lock()  # a write that has begun is dropped when it is done
         private_folder(self.folder)
         for version in self.folder.glob(ON_DISK):
@@ -62,7 +63,7 @@ class Disk:
         with self._changing, contextlib.suppress(OSError):
             if not wanted():  # it was dropped before this thread's turn
                 return
-            sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in self.folder.glob(ON_DISK)}
+            sizes = {version: _size(version) for version in self.folder.glob(ON_DISK)}
             total = sum(sizes.values()) + adapter.num_bytes
             for oldest in sorted(sizes, key=lambda each: each.stat().st_mtime):
                 if total > self.num_bytes:
@@ -75,6 +76,11 @@ class Disk:
         """Remove what is under a path."""
         with self._changing:
             shutil.rmtree(self.folder / prefix, ignore_errors=True)
+
+
+def _size(version: Path) -> int:
+    """The bytes of a version's files."""
+    return sum(file.stat().st_size for file in version.iterdir())
 
 
 class Tiers:
@@ -111,15 +117,21 @@ class Tiers:
         downloads=8, place_s=90.0, failed_s=5.0,
     ) -> None:  # fmt: skip
         require_apart({"disk": disk and disk.folder, "store": getattr(store, "folder", None)})
-        self.store, self.model, self.limits, self.disk = store, model, limits, disk
-        self.place_s, self.failed_s = number("place_s", place_s, 0, open_low=True), failed_s
-        self.host_bytes, self.shared = whole_number("host_bytes", host_bytes, 1), shared
+        self.store = store
+        self.model = model
+        self.limits = limits
+        self.disk = disk
+        self.place_s = number("place_s", place_s, 0, open_low=True)
+        self.failed_s = failed_s
+        self.host_bytes = whole_number("host_bytes", host_bytes, 1)
+        self.shared = shared
         self.host: OrderedDict[str, Adapter] = OrderedDict()
         self.leases: Counter[str] = Counter()
         self.on_drop: Callable[[str], object] = lambda path: None
-        self._flights: dict[str, asyncio.Task] = {}
-        self._failed: dict[str, tuple[float, Exception]] = {}
-        self._downloads, self._closed = asyncio.Semaphore(whole_number("downloads", downloads, 1)), ""
+        self._flights: dict[str, asyncio.Task] = {}  # what is on its way, by path
+        self._failed: dict[str, tuple[float, Exception]] = {}  # until when an error is remembered, by path
+        self._downloads = asyncio.Semaphore(whole_number("downloads", downloads, 1))
+        self._closed = ""  # why, if it is
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)  # by account
 
     @contextlib.asynccontextmanager
@@ -135,7 +147,8 @@ class Tiers:
         """
         self.leases[path] += 1
         try:
-            if (adapter := self.host.get(path)) is None:
+            adapter = self.host.get(path)
+            if adapter is None:
                 adapter = await self._arrival(path)
             elif self.leases[path] == 1:
                 self._require_share(path, adapter)
@@ -150,6 +163,7 @@ class Tiers:
                     self._flights.pop(path).cancel()
 
     async def _arrival(self, path: str) -> Adapter:
+        """An adapter that is not in memory yet, when it is; all who wait for it share one flight."""
         until, error = self._failed.get(path, (0.0, None))
         if time.monotonic() < until:
             raise copy.copy(error)  # each waiter's frames would hang on one
@@ -167,16 +181,21 @@ class Tiers:
             raise
 
     async def _bring(self, path: str) -> Adapter:
+        """Bring an adapter into memory, from the disk or the store: the flight itself."""
         flight = asyncio.current_task()
+
+        def wanted() -> bool:
+            return self._flights.get(path) is flight
+
         try:
-            adapter = await asyncio.to_thread(self.disk.read, path, self.model, self.limits) if self.disk else None
+            adapter = None
+            if self.disk:
+                adapter = await asyncio.to_thread(self.disk.read, path, self.model, self.limits)
             if adapter is None:
-                async with self._place(path.partition("/")[0]):
+                async with self._place(_account(path)):
                     adapter = await self.store.fetch(path, self.model, self.limits)
                     if self.disk:
-                        await asyncio.to_thread(
-                            self.disk.write, path, adapter, lambda: self._flights.get(path) is flight
-                        )
+                        await asyncio.to_thread(self.disk.write, path, adapter, wanted)
             self._require_share(path, adapter)
             if self._trim(adapter.num_bytes) > self.host_bytes:
                 raise OverloadedError(f"adapters in use fill the {self.host_bytes:,} bytes of memory for them", 1)
@@ -184,16 +203,17 @@ class Tiers:
             return adapter
         except (NotFoundError, StoreError, InvalidAdapterError) as error:
             now = time.monotonic()
-            self._failed = {key: each for key, each in self._failed.items() if each[0] > now}
-            self._failed[path] = now + self.failed_s, copy.copy(error)
+            self._failed = {key: (until, each) for key, (until, each) in self._failed.items() if until > now}
+            self._failed[path] = (now + self.failed_s, copy.copy(error))
             error.__traceback__ = None  # its frames hold what was downloaded
             raise
         finally:
-            if self._flights.get(path) is flight:
+            if wanted():
                 del self._flights[path]
 
     @contextlib.asynccontextmanager
     async def _place(self, account: str) -> AsyncIterator[None]:
+        """A place among the downloads, for which an account's own stand in turn."""
         try:
             async with asyncio.timeout(self.place_s), self._turns[account]:
                 await self._downloads.acquire()
@@ -205,17 +225,20 @@ class Tiers:
             self._downloads.release()
 
     def _require_share(self, path: str, adapter: Adapter) -> None:
+        """Refuse a lease with which an account would hold more memory than it leaves free."""
         leased = {each: kept.num_bytes for each, kept in self.host.items() if each in self.leases and each != path}
-        account = path.partition("/")[0]
-        theirs = sum(num_bytes for each, num_bytes in leased.items() if each.partition("/")[0] == account)
+        account = _account(path)
+        theirs = sum(num_bytes for each, num_bytes in leased.items() if _account(each) == account)
         free = self.host_bytes - sum(leased.values()) - adapter.num_bytes
-        if self.shared and theirs and theirs + adapter.num_bytes > free:
+        is_second = theirs > 0  # an account's first adapter may take any part
+        if self.shared and is_second and theirs + adapter.num_bytes > free:
             raise OverloadedError("the account's adapters in use would take more memory than they leave to others", 1)
 
     def _trim(self, more: int) -> int:
         """Drop what nobody leases until there is room for ``more`` bytes; the bytes needed then."""
         needed = more + sum(each.num_bytes for each in self.host.values())
-        for path in [path for path in self.host if path not in self.leases]:
+        unused = [path for path in self.host if path not in self.leases]
+        for path in unused:
             if needed <= self.host_bytes:
                 break
             needed -= self.host[path].num_bytes
@@ -245,3 +268,9 @@ class Tiers:
         self._closed = reason
         for path in [*self._flights]:
             self._flights.pop(path).cancel()
+
+
+def _account(path: str) -> str:
+    """Whose an adapter is."""
+    account, _, _ = path.partition("/")
+    return account

@@ -10,7 +10,13 @@ from plpkg.serving.service import plots
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.simulation import Arrival, Simulation, arrivals, simulate
 
-BUSY, RARE, PLACES, SECONDS, EVERY_S = 16, "rare", 128, 60, 4
+BUSY = 16
+"""People who ask all the time."""
+RARE = "rare"
+"""The one who seldom asks, every :data:`EVERY_S` seconds."""
+EVERY_S = 4
+PLACES = 128
+SECONDS = 60
 
 
 def compute(load: int, slots: int, patience_s: float, fetch_s: float, seed: int = 0) -> Simulation:

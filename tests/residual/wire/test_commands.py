@@ -140,7 +140,7 @@ def chat_over_tls(address, folder, ca, lines="my cat\n", token="secret"):
 
 def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
     slept = []
-    monkeypatch.setattr("plpkg.residual.wire.wire.time.sleep", slept.append)
+    monkeypatch.setattr("plpkg.residual.wire.connection.time.sleep", slept.append)
     assert len(answers(chat_over_tls(secured, folder, tls / "cert.pem"))) == 1
     others = certificate.written(tmp_path / "others")
     for ca, token, message in (

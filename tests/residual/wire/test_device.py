@@ -19,7 +19,7 @@ from plpkg import communication
 from plpkg.backbones import FAMILIES
 from plpkg.catalog import ModelShape
 from plpkg.residual import CloudServer, DeviceClient, Limits, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire import messages, wire, writing
+from plpkg.residual.wire import connection, messages, writing
 from tests.residual.conftest import IDS, at_once, cloud_process, precise
 from tests.residual.wire.conftest import LENGTHS, SLIDING, cut_at, expected_tokens, fail_at, in_order, same_tokens
 
@@ -387,7 +387,7 @@ def test_nobody_there_is_one_sentence_and_changes_no_gradient(adapted, monkeypat
         if not listening:
             silent.close()
             message += "Connection refused: no cloud is there"
-            monkeypatch.setattr(wire, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
+            monkeypatch.setattr(connection, "time", SimpleNamespace(monotonic=time.monotonic, sleep=slept.append))
         with DeviceClient(
             address, adapted(), link=link, timeout_s=0.5 if listening else PATIENCE_S, retry_s=0.5
         ) as client:
@@ -424,7 +424,7 @@ def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
         client.generate(IDS, 2)
         assert not said
         process.kill()
-        monkeypatch.setattr(wire, "time", Clock())
+        monkeypatch.setattr(connection, "time", Clock())
         with pytest.raises(ConnectionError, match=f"no connection to {address}"):
             client.generate(IDS, 2)
     seconds = [list(map(int, re.fullmatch(r"no answer for (\d+) s, trying for (\d+) more", s).groups())) for s in said]
@@ -438,7 +438,7 @@ def test_a_cloud_that_is_lost_is_said_as_long_as_it_lasts(adapted, monkeypatch):
 def test_silence_within_a_wait_is_said_and_is_not_the_end(pair, before, monkeypatch):
     """The cloud computes for long, and then it answers."""
     monkeypatch.setattr(messages, "TICK_S", 0.01)
-    monkeypatch.setattr(wire, "SILENCE_S", 0.0)
+    monkeypatch.setattr(connection, "SILENCE_S", 0.0)
     server, client, whole = pair()
     said, computed = [], threading.Event()
 

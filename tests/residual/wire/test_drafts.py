@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
-from plpkg.residual.wire.stream import Stream
+from plpkg.residual.wire.session import Stream
 from tests.residual.conftest import IDS, SCHEMES, SCHEMES_OF_FAMILIES, at_once, scheme
 from tests.residual.wire.conftest import LENGTHS, cut_at, expected_tokens, in_order, same_tokens
 

@@ -10,7 +10,7 @@ import torch
 from grpc import StatusCode
 
 from plpkg.residual import CloudServer, DeviceClient, Limits
-from plpkg.residual.wire import messages, wire
+from plpkg.residual.wire import connection, messages
 from plpkg.residual.wire.terms import differences
 from tests.residual.conftest import cloud_process
 
@@ -42,7 +42,7 @@ def test_a_cloud_that_has_stopped_is_noticed_by_its_silence(adapted, monkeypatch
     """Not by ``timeout_s``: whoever asks for a long text may set that high."""
     quick = {"grpc.keepalive_time_ms": 1000, "grpc.http2.ping_timeout_ms": 1000}
     options = [(name, quick.get(name, value)) for name, value in messages.OPTIONS]
-    monkeypatch.setattr(wire, "OPTIONS", options)
+    monkeypatch.setattr(connection, "OPTIONS", options)
     process, address = cloud_process()
     with process, DeviceClient(address, adapted(), precision="fp32", timeout_s=PATIENCE_S, retry_s=0) as device:
         device.generate(IDS, 1)

@@ -10,7 +10,7 @@ import pytest
 from grpc import StatusCode
 
 from plpkg.residual import CloudServer, DeviceClient, Limits, RefusedError
-from plpkg.residual.wire import wire
+from plpkg.residual.wire import connection
 from plpkg.residual.wire.messages import METHOD, TEXT
 from plpkg.residual.wire.wire_pb2 import Final, FromCloud, Part, Welcome
 from tests.residual.conftest import IDS
@@ -103,7 +103,7 @@ def test_where_a_cloud_is_full_only_who_was_there_before_tries_again(pair, adapt
 
 def test_longer_messages_than_a_connection_takes_have_another_one(pair, monkeypatch):
     """A text that grows beyond it is not read again: what is due of each token is short."""
-    monkeypatch.setattr(wire, "SHORT_BYTES", 4096)
+    monkeypatch.setattr(connection, "SHORT_BYTES", 4096)
     _, client, whole = pair()
     same_tokens(client, whole, IDS.repeat(1, 2), 8)
     assert client.wire.stream == 2
@@ -113,7 +113,7 @@ def test_longer_messages_than_a_connection_takes_have_another_one(pair, monkeypa
 
 def test_a_host_that_says_nothing_is_waited_for_once(adapted, monkeypatch):
     asked = []
-    monkeypatch.setattr(wire.Wire, "_hopeless", lambda self: asked.append(self.target) or "")
+    monkeypatch.setattr(connection.Wire, "_hopeless", lambda self: asked.append(self.target) or "")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
         with (

@@ -58,7 +58,9 @@ class Keys:
     def account(self, authorization: str | None) -> str | None:
         """Whose key a header ``Bearer KEY`` holds, if anybody's: looked up by digest, which no timing tells."""
         scheme, _, key = (authorization or "").partition(" ")
-        return self._accounts.get(_digest(key.strip())) if scheme.lower() == "bearer" else None
+        if scheme.lower() != "bearer":
+            return None
+        return self._accounts.get(_digest(key.strip()))
 
 
 def _digest(key: str) -> bytes:

@@ -36,8 +36,12 @@ class Adapters:
     """
 
     def __init__(self, backend, store: Store, names: Names, model, limits: AdapterLimits, longest: int | None) -> None:
-        self._backend, self._store, self._names, self._model = backend, store, names, model
-        self._limits, self._longest = limits, longest
+        self._backend = backend
+        self._store = store
+        self._names = names
+        self._model = model
+        self._limits = limits
+        self._longest = longest
         self._in_memory = defaultdict(asyncio.Lock)  # an account's uploads, of up to max_bytes, one at a time
         self.router = APIRouter(route_class=Parsed)
         self.router.get("/v1/models")(self.models)
@@ -51,7 +55,8 @@ class Adapters:
     async def models(self, call: Call) -> dict:
         """The base, and the account's adapters."""
         account = call.state.account
-        theirs = [self._described(each["id"], account, each["version"]) for each in await self._names.stored(account)]
+        stored = await self._names.stored(account)
+        theirs = [self._described(each["id"], account, each["version"]) for each in stored]
         return {"object": "list", "data": [self._base(), *theirs]}
 
     async def one_model(self, call: Call, model_name: str) -> dict:
@@ -83,22 +88,25 @@ class Adapters:
             if set(files) != {CONFIG, WEIGHTS}:
                 raise InvalidAdapterError(f"an upload has the files {CONFIG} and {WEIGHTS}, got {', '.join(files)}")
             made = await asyncio.to_thread(read_adapter, files[CONFIG], files[WEIGHTS], self._model, self._limits)
-            before = (await self._store.versions(account)).get(adapter, [])
+            before = await self._store.versions(account)
             version = await self._store.put(account, adapter, made)
-            after = (await self._store.versions(account)).get(adapter, [])  # none, if it was deleted meanwhile
-            gone = {*before} - {*after}
+            after = await self._store.versions(account)
+            gone = {*before.get(adapter, [])} - {*after.get(adapter, [])}  # all, if it was deleted meanwhile
         for each in gone:  # of a full account: nothing is to be left of it in memory
             await self._backend.drop(f"{account}/{adapter}/{each}")
         return {"id": adapter, "version": version, "rank": made.rank, "bytes": made.num_bytes}
 
     async def one_adapter(self, call: Call, account: str, adapter: str) -> dict:
         """The current version of an adapter."""
-        return {"id": adapter, "version": await self._store.current(_theirs(call, account), stored_name(adapter))}
+        version = await self._store.current(_theirs(call, account), stored_name(adapter))
+        return {"id": adapter, "version": version}
 
     async def delete(self, call: Call, account: str, adapter: str) -> dict:
         """Delete an adapter, NAME, or a version of it, NAME@SHA256."""
         stored, at, version = adapter.partition("@")
-        place = _theirs(call, account), stored_name(stored), *([stored_version(version)] if at else [])
+        place = [_theirs(call, account), stored_name(stored)]
+        if at:
+            place.append(stored_version(version))
         try:
             await self._store.delete(*place)
         except ValueError:  # the current version: all is as it was

@@ -37,7 +37,7 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Piece(NamedTuple):
-    """What a token adds to the text, the reason if it is the last, and what was scored, with where that begins."""
+    """The text that a token adds, the reason if it is the last, and what was scored, with where that begins."""
 
     text: str
     reason: str | None
@@ -48,7 +48,8 @@ class Piece(NamedTuple):
 
 def starts(tokenizer, ids: list[int]) -> list[int]:
     """Where each of a prompt's tokens begins in its text."""
-    text, places = Text(tokenizer), []
+    text = Text(tokenizer)
+    places: list[int] = []
     for each in ids:
         places.append(text.length)
         text.add(each)
@@ -59,27 +60,37 @@ async def texts(
     tokens, request: Request, tokenizer, metrics: Metrics, echo: str = "", places: Sequence[int] = ()
 ) -> AsyncIterator[Piece]:
     """A request's answer in pieces, after the text ``echo``; ``places`` are those of the prompt's tokens in it."""
-    text, places, start = Text(tokenizer, request.input_ids, request.stop), [*places], len(echo)
-    began = last = time.monotonic()
+    text = Text(tokenizer, request.input_ids, request.stop)
+    piece = echo  # what was not told yet
+    begins = [*places]  # of the tokens in it
+    last = None
+    asked = time.monotonic()
     async with aclosing(tokens):
         async for token, reason, *scored in tokens:
             now = time.monotonic()
-            (metrics.first_s if last == began else metrics.between_s).observe(now - last)
-            last, stopped, wrote = now, False, token is not None
-            metrics.written.inc(wrote)
-            places.append(start + text.length)
+            if last is None:
+                metrics.first_s.observe(now - asked)
+            else:
+                metrics.between_s.observe(now - last)
+            last = now
+            begins.append(len(echo) + text.length)
+            wrote = token is not None
             if wrote:
-                piece, stopped = text.add(token, reason is not None)
-                echo += piece
-            yield Piece(echo, reason := "stop" if stopped else reason, [*zip(places, scored, strict=False)], int(wrote))
+                added, stopped = text.add(token, reason is not None)
+                piece += added
+                if stopped:
+                    reason = "stop"
+                metrics.written.inc()
+            yield Piece(piece, reason, [*zip(begins, scored, strict=False)], int(wrote))
             if reason:
                 metrics.success.labels(reason).inc()
                 return
-            echo, places = "", []
+            piece = ""
+            begins = []
 
 
 async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
-    """What several streams yield, as it comes, with the number of each; when one fails, all end.
+    """Items of several streams, as they come, with the number of each; when one fails, all end.
 
     A stream that is not read is not asked for more.
     """
@@ -114,11 +125,16 @@ async def merged(streams: list) -> AsyncIterator[tuple[int, object]]:
 class Completion:
     """A completion, from the ``(index, piece)`` of :func:`merged`; ``spelling`` is there if tokens were scored."""
 
-    kind, event, prefix = "text_completion", "text_completion", "cmpl"
+    kind = "text_completion"
+    event = "text_completion"
+    prefix = "cmpl"
 
     def __init__(self, identity: str, model: str, prompt_tokens: int, spelling: Spelling | None = None) -> None:
         self._head = {"id": f"{self.prefix}-{identity}", "created": int(time.time()), "model": model}
-        self._prompt_tokens, self._new_tokens, self._begun, self._spelling = prompt_tokens, 0, set(), spelling
+        self._prompt_tokens = prompt_tokens
+        self._new_tokens = 0
+        self._begun: set[int] = set()  # the choices of which an event was sent
+        self._spelling = spelling
 
     async def whole(self, pieces) -> Response:
         """All of it as one body."""
@@ -131,8 +147,10 @@ class Completion:
         return await self._made(self._response, written)
 
     async def _made(self, make: Callable, *arguments):
-        """In a thread where tokens are spelled: a prompt's may be many."""
-        return await asyncio.to_thread(make, *arguments) if self._spelling else make(*arguments)
+        """Call a function, in a thread where tokens are spelled: a prompt's may be many."""
+        if self._spelling is None:
+            return make(*arguments)
+        return await asyncio.to_thread(make, *arguments)
 
     def _response(self, written: dict[int, Piece]) -> Response:
         choices = [self._choice(index, written[index]) for index in sorted(written)]
@@ -144,7 +162,8 @@ class Completion:
             async with aclosing(pieces):
                 async for index, piece in pieces:
                     self._new_tokens += piece.tokens
-                    if piece.text or piece.reason or piece.scored or index not in self._begun:
+                    says_something = piece.text or piece.reason or piece.scored
+                    if says_something or index not in self._begun:
                         yield self._event([await self._made(self._delta, index, piece)])
                         self._begun.add(index)
             if usage:
@@ -176,13 +195,17 @@ class Completion:
 class ChatCompletion(Completion):
     """An answer in a chat."""
 
-    kind, event, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+    kind = "chat.completion"
+    event = "chat.completion.chunk"
+    prefix = "chatcmpl"
 
     def _choice(self, index: int, piece: Piece) -> dict:
         return {"message": {"role": "assistant", "content": piece.text, "refusal": None}} | self._rest(index, piece)
 
     def _delta(self, index: int, piece: Piece) -> dict:
-        delta = {"content": piece.text} | ({} if index in self._begun else {"role": "assistant"})
+        delta = {"content": piece.text}
+        if index not in self._begun:
+            delta["role"] = "assistant"
         return {"delta": delta} | self._rest(index, piece)
 
     def _scored(self, scored: list) -> dict:
@@ -202,11 +225,14 @@ class Events(StreamingResponse):
 async def refusal(_, error: Exception) -> Response:
     """The response to an exception of :data:`STATUS`."""
     status = _status(error)
-    after = {"Retry-After": str(getattr(error, "retry_after_s", 1))} if status in (429, 503) else None
-    return error_response(status, _said(error), headers=after)
+    headers = None
+    if status in (429, 503):
+        headers = {"Retry-After": str(getattr(error, "retry_after_s", 1))}
+    return error_response(status, _said(error), headers=headers)
 
 
 def _kind(error: Exception) -> type[Exception]:
+    """The nearest class of :data:`STATUS`."""
     return next(kind for kind in type(error).__mro__ if kind in STATUS)
 
 
@@ -217,12 +243,14 @@ def _status(error: Exception) -> int:
 
 
 def _said(error: Exception) -> str:
+    """An error's words, if they are meant for a client."""
     if isinstance(error, StoreError) and error.errno not in FULL:  # its own words name the store
         logging.getLogger(__name__).warning("%s", error)
         return "the store of adapters does not answer"
     if isinstance(error, OSError | MemoryError):  # its words name files
         logging.getLogger(__name__).warning("%s: %s", type(error).__name__, error)
-        return f"the service lacks something: {os.strerror(getattr(error, 'errno', None) or errno.ENOMEM)}"
+        number = getattr(error, "errno", None) or errno.ENOMEM
+        return f"the service lacks something: {os.strerror(number)}"
     if _kind(error) is Exception:  # nobody meant these words for a client
         return f"an error of the service: {type(error).__name__}"
     return str(error)

@@ -61,9 +61,10 @@ def app(
         raise ValueError("origins='*' would let every page in a browser in: name them, or have keys")
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"the service needs a fast tokenizer, got {type(tokenizer).__name__}")
-    limits = (
-        POLICIES[one_of("limits", limits, tuple(POLICIES))] if isinstance(limits, str) else limits or AdapterLimits()
-    )
+    if isinstance(limits, str):
+        limits = POLICIES[one_of("limits", limits, tuple(POLICIES))]
+    elif limits is None:
+        limits = AdapterLimits()
 
     @contextlib.asynccontextmanager
     async def lifespan(_):
@@ -81,7 +82,8 @@ def app(
     api.add_exception_handler(HTTPException, _http_error)
     api.add_exception_handler(ClientDisconnect, _gone)
     api.add_exception_handler(RequestValidationError, _wrong_fields)
-    names, metrics = Names(store, name), Metrics()
+    names = Names(store, name)
+    metrics = Metrics()
     positions = longest_text(model.config, max_model_len)
     longest = None if positions == sys.maxsize else positions
     api.include_router(Completions(backend, tokenizer, names, metrics, positions).router)
@@ -125,10 +127,19 @@ async def _gone(*_) -> Response:
 
 
 async def _wrong_fields(_, error: RequestValidationError) -> Response:
-    errors = [(_field(each["loc"][1:]), SAID.get(each.get("type"), each["msg"])) for each in error.errors()]
-    return error_response(422, *(": ".join(filter(None, each)) for each in errors), param=errors[0][0] or None)
+    fields: list[str] = []
+    reasons: list[str] = []
+    for each in error.errors():
+        field = _field(each["loc"][1:])
+        message = SAID.get(each.get("type"), each["msg"])
+        fields.append(field)
+        reasons.append(": ".join(part for part in (field, message) if part))
+    return error_response(422, *reasons, param=fields[0] or None)
 
 
 def _field(place: tuple) -> str:
+    """The field that an error is about, if it is about one."""
     parts = [str(each)[:100] for each in place if each not in bodies.TAGS]
-    return ".".join(parts) if parts and isinstance(place[0], str) else ""  # a number is where JSON is broken
+    if not parts or not isinstance(place[0], str):  # a number is where JSON is broken
+        return ""
+    return ".".join(parts)

@@ -1,4 +1,4 @@
-"""What clients send, in OpenAI's and vLLM's words; what would change the answer and is not served is refused."""
+"""Bodies that clients send, in OpenAI's and vLLM's words; what would change the answer and is not served is refused."""
 
 from typing import Annotated, Any, Literal
 
@@ -35,10 +35,14 @@ class Usage(Sent):
 
 def _listed(value):
     """One text, or one text's ids, as a list of one."""
-    if isinstance(value, list) and len({isinstance(each, str) for each in value[:65]}) > 1:
+    if isinstance(value, str):
+        return [value]
+    if not isinstance(value, list) or not value:
+        return value
+    kinds = {isinstance(each, str) for each in value[:65]}
+    if len(kinds) > 1:
         raise PydanticCustomError("mixed", "has either texts or lists of ids")
-    one = isinstance(value, str) or (isinstance(value, list) and bool(value) and isinstance(value[0], int))
-    return [value] if one else value
+    return [value] if isinstance(value[0], int) else value
 
 
 TAGS = ("<text>", "<ids>")
@@ -55,7 +59,7 @@ def _one(value):
 
 
 class Settings(Unserved):
-    """What completions and chats have in common."""
+    """Fields that completions and chats have in common."""
 
     model: str = Field(description="The base's name, or NAME or NAME@SHA256 of one of the account's adapters.")
     lora: Text | None = Field(None, description="Workers AI's way: an adapter, where model is the base's name.")
@@ -90,7 +94,7 @@ class Completion(Settings):
 
 
 class Function(Sent):
-    """What a model called."""
+    """A function that a model called."""
 
     name: str
     arguments: Annotated[Json[dict[str, Any]], BeforeValidator(lambda v: "{}" if v == "" else v)]

@@ -20,10 +20,13 @@ from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.http.names import Names
 
-COMPLETION_TOKENS, CHAT_TOKENS = 16, 256
+COMPLETION_TOKENS = 16
+CHAT_TOKENS = 256
 """Written at most where a request does not say."""
-MOST_ANSWERS, MOST_SCORED = 64, 2**20
-"""Answers to a request, and values of its prompts' log-probabilities."""
+MOST_ANSWERS = 64
+"""Answers to a request."""
+MOST_SCORED = 2**20
+"""Values of its prompts' log-probabilities."""
 EVENTS = {200: {"content": {Events.media_type: {}}}}
 
 
@@ -43,8 +46,12 @@ class Completions:
     """
 
     def __init__(self, backend, tokenizer, names: Names, metrics: Metrics, positions: int) -> None:
-        self._backend, self._tokenizer, self._names, self._metrics = backend, tokenizer, names, metrics
-        self._positions, self._spelling = positions, Spelling(tokenizer)
+        self._backend = backend
+        self._tokenizer = tokenizer
+        self._names = names
+        self._metrics = metrics
+        self._positions = positions
+        self._spelling = Spelling(tokenizer)
         self._characters = positions * max(map(len, tokenizer.get_vocab()))  # of so many tokens, each the longest
         self.router = APIRouter(route_class=Parsed)
         self.router.post("/v1/completions", responses=EVENTS)(self.complete)
@@ -52,15 +59,19 @@ class Completions:
 
     async def complete(self, call: Call, body: bodies.Completion) -> Response:
         """Continue one or more texts, or ids."""
-        prompts = echoes = body.prompt
+        prompts = body.prompt
         self._require_few(len(prompts), body.n)
-        if isinstance(prompts[0], str):
+        are_texts = isinstance(prompts[0], str)
+        if are_texts:
             self._require_readable(prompts)
-            prompts = (await asyncio.to_thread(self._tokenizer, prompts))["input_ids"]
+            encoded = await asyncio.to_thread(self._tokenizer, prompts)
+            prompts = encoded["input_ids"]
         self._require_short(prompts)
-        if body.echo and not isinstance(body.prompt[0], str):
+        echoes: Sequence[str] = ()
+        if body.echo and are_texts:
+            echoes = body.prompt
+        elif body.echo:
             echoes = await asyncio.to_thread(self._tokenizer.batch_decode, prompts, skip_special_tokens=True)
-        echoes = echoes if body.echo else ()
         return await self._answer(call, body, prompts, Completion, COMPLETION_TOKENS, body.logprobs, echoes)
 
     async def chat(self, call: Call, body: bodies.Chat) -> Response:
@@ -76,7 +87,10 @@ class Completions:
     def _templated(self, messages: list[bodies.ChatMessage]) -> list[int]:
         """The ids of a chat, up to where the answer begins."""
         turns = [each.turn for each in messages]
-        self._require_readable(["".join(str(each) for turn in turns for each in turn.values())])
+        said: list[str] = []
+        for turn in turns:
+            said += map(str, turn.values())
+        self._require_readable(["".join(said)])
         try:
             return self._tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=False)
         except Exception as error:  # the template's: turns in an order that it does not have, say
@@ -105,6 +119,7 @@ class Completions:
         self, call: Call, body: bodies.Settings, prompts: list[list[int]], form: type[Completion], usual: int,
         logprobs: int | None, echoes: Sequence[str] = (),
     ) -> Response:  # fmt: skip
+        """Let the backend write, for each prompt ``n`` times; ``echoes`` are the prompts' texts, told before."""
         place = await self._place(call, body)
         scores_prompt = bool(echoes) and logprobs is not None
         requests = self._requests(call, body, prompts, usual, logprobs, scores_prompt)
@@ -112,17 +127,18 @@ class Completions:
         call.state.hold(TOKEN_BYTES * sum(lengths))
         prompt_tokens = sum(map(len, prompts))
         self._metrics.prompt.inc(prompt_tokens)
-        before = [(each, ()) for each in echoes or [""] * len(prompts)]
+        echoes = echoes or [""] * len(prompts)
+        places: Sequence[Sequence[int]] = [()] * len(prompts)  # of each prompt's tokens in its text
         if scores_prompt:
             values = prompt_tokens * body.n * (logprobs + 1)
             if values > MOST_SCORED:
                 raise ValueError(f"their log-probabilities are {values:,} values, at most {MOST_SCORED:,} are allowed")
             places = await asyncio.to_thread(lambda: [starts(self._tokenizer, ids) for ids in prompts])
-            before = [*zip(echoes, places, strict=True)]
-        streams = [
-            texts(self._backend.stream(place, each), each, self._tokenizer, self._metrics, *before[k // body.n])
-            for k, each in enumerate(requests)
-        ]
+        streams = []
+        for k, request in enumerate(requests):
+            prompt = k // body.n
+            tokens = self._backend.stream(place, request)
+            streams.append(texts(tokens, request, self._tokenizer, self._metrics, echoes[prompt], places[prompt]))
         pieces = merged(streams)
         first = await unless_gone(call, anext(pieces))  # what fails at once has a status
         spelling = None if logprobs is None else self._spelling
@@ -146,22 +162,28 @@ class Completions:
     ) -> list[Request]:  # fmt: skip
         """``n`` for each prompt, each with a seed of its own."""
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-        settings = dict(temperature=body.temperature, top_p=body.top_p or 1e-9, stop=body.stop)
-        settings |= dict(account=call.state.account, score_prompt=scores_prompt)
-        settings |= dict(logprobs=0 if most == 0 and logprobs is None else logprobs)
-        return [
-            Request(
-                ids,
-                max_new_tokens=max(1, min(usual, self._positions - len(ids))) if most is None else most,
-                seed=None if body.seed in (None, -1) else (body.seed + k) % 2**63,
-                **settings,
-            )
-            for ids in prompts
-            for k in range(body.n)
-        ]
+        if most == 0 and logprobs is None:
+            logprobs = 0  # the engine writes nothing only where it scores
+        settings = dict(
+            temperature=body.temperature,
+            top_p=body.top_p or 1e-9,
+            stop=body.stop,
+            account=call.state.account,
+            logprobs=logprobs,
+            score_prompt=scores_prompt,
+        )
+        requests: list[Request] = []
+        for ids in prompts:
+            room = max(1, min(usual, self._positions - len(ids)))
+            new = room if most is None else most
+            for k in range(body.n):
+                seed = None if body.seed in (None, -1) else (body.seed + k) % 2**63
+                requests.append(Request(ids, max_new_tokens=new, seed=seed, **settings))
+        return requests
 
 
 async def _again(first, rest):
+    """A stream with the item that was taken off it."""
     async with contextlib.aclosing(rest):
         yield first
         async for each in rest:

@@ -21,12 +21,16 @@ class Door:
     """
 
     def __init__(self, app, keys: Keys | None, max_upload: int, origins: Collection[str] = ()) -> None:
-        self.app, self.keys, self.max_upload, self.origins = app, keys, max_upload, origins
+        self.app = app
+        self.keys = keys
+        self.max_upload = max_upload
+        self.origins = origins
 
     async def __call__(self, scope, receive, send) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        left = most = self.max_upload if scope["path"].startswith("/v1/accounts/") else MAX_BODY_BYTES
+        most = self.max_upload if scope["path"].startswith("/v1/accounts/") else MAX_BODY_BYTES
+        left = most
 
         async def bounded():  # a chunked body does not say its length
             nonlocal left
@@ -36,13 +40,16 @@ class Door:
                 raise HTTPException(413, _too_long(most, "more"))
             return message
 
-        if response := self._refusal(scope, most):
-            return await response(scope, receive, send)
+        refused = self._refusal(scope, most)
+        if refused is not None:
+            return await refused(scope, receive, send)
         method = "GET" if scope["method"] == "HEAD" else scope["method"]  # the server sends no body after a HEAD
         return await self.app(scope | {"method": method}, bounded, send)
 
     def _refusal(self, scope, most: int) -> Response | None:
-        headers, account = Headers(scope=scope), LOCAL
+        """The answer to who may not come in, if a head tells so; it notes the account of who may."""
+        headers = Headers(scope=scope)
+        account = LOCAL
         if self.keys:
             account = self.keys.account(headers.get("authorization"))
             if account is None and scope["path"] not in OPEN:
@@ -50,8 +57,8 @@ class Door:
         elif not self._from_here(headers):
             return error_response(403, "without keys only programs on this machine are served, no pages in a browser")
         scope.setdefault("state", {})["account"] = account
-        unsaid = scope["method"] in ("POST", "PUT", "PATCH") and "transfer-encoding" not in headers
-        length = headers.get("content-length", "" if unsaid else "0")
+        needs_length = scope["method"] in ("POST", "PUT", "PATCH") and "transfer-encoding" not in headers
+        length = headers.get("content-length", "" if needs_length else "0")
         if not length.isdecimal():
             return error_response(411, "a body needs its length, Content-Length, or chunks")
         if int(length.lstrip("0")[:20] or 0) > most:
@@ -62,8 +69,11 @@ class Door:
         """Whether no page asks, or one that may. Browsers say so in ``Origin``, or else in ``Sec-Fetch-Site``."""
         host = (headers.get("host") or "localhost").partition(":")[0].lower().removesuffix(".")
         origins = headers.getlist("origin")
-        by_hand = origins or headers.get("sec-fetch-site", "none") == "none"  # an address that somebody typed
-        return host in ("127.0.0.1", "localhost") and bool(by_hand) and all(each in self.origins for each in origins)
+        if host not in ("127.0.0.1", "localhost"):
+            return False
+        if origins:
+            return all(each in self.origins for each in origins)
+        return headers.get("sec-fetch-site", "none") == "none"  # an address that somebody typed
 
 
 def _too_long(most: int, length: str) -> str:

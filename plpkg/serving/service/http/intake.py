@@ -1,4 +1,4 @@
-"""What an account's requests hold and cost before they are answered: bytes in memory and on disk, and time to parse.
+"""Limits of what an account's requests hold and cost before they are answered: bytes, and time to parse.
 
 What a request may hold is claimed when its head has come, and given back at its end: its body, wherever that is kept,
 what its answer may leave unread, and a little for itself. Bytes alone do not say what a body costs to parse: a MiB of
@@ -31,31 +31,39 @@ SMALL = 2**12
 """Bytes of a body that takes less time to parse than a thread takes to begin."""
 PARSE_S = 10
 """How long a request waits until its body is parsed, its account's bodies before it included."""
-PAUSE, REFUSED_S = 9, 0.01
-"""How many times as long as a body took to parse does its account wait for the next one (a parser has the interpreter
-to itself: an account has a tenth of it), and how long, in seconds, after a request that is refused."""
+PAUSE = 9
+"""How many times as long as a body took to parse its account waits for the next one: a parser has the interpreter to
+itself, and an account has a tenth of it."""
+REFUSED_S = 0.01
+"""How long an account waits after a request that is refused."""
 PARSER = ThreadPoolExecutor(1, "parser")
 """One thread for all accounts: a second would wait for the interpreter's lock, and turn the collector on too soon."""
 REFUSALS = HTTPException, RequestValidationError, ValueError, NotFoundError
-"""What a client has brought about, and may try again at once."""
+"""Errors that a client has brought about; it may try again at once."""
 MAX_HELD = 2**29
 """Bytes that an account's unfinished requests may hold, beside one upload of the largest size: 64 long prompts, say."""
-REQUEST_BYTES, TOKEN_BYTES = 2**17, 128
-"""What a request holds by itself (buffers of its connection, among others), and for each token, read or written."""
+REQUEST_BYTES = 2**17
+"""Held by a request itself: buffers of its connection, among others."""
+TOKEN_BYTES = 128
+"""Held for each token, read or written."""
 
 
 class Intake:
     """Middleware behind the door: refuses what would let an account's unfinished requests hold more than ``most``."""
 
     def __init__(self, app, most: int) -> None:
-        self.app, self.most, self.held = app, most, Counter()
+        self.app = app
+        self.most = most
+        self.held: Counter[str] = Counter()  # bytes, by account
         self.turns: dict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http" or (account := scope["state"]["account"]) is None:
+        account = scope["state"]["account"] if scope["type"] == "http" else None
+        if account is None:
             await self.app(scope, receive, send)
             return
-        length = claimed = 0
+        length = 0  # what is still to come of the body, as its head says
+        claimed = 0
 
         def hold(more: int) -> None:
             nonlocal claimed
@@ -68,7 +76,7 @@ class Intake:
             nonlocal length
             message = await receive()
             length -= len(message.get("body", b""))
-            if length < 0:
+            if length < 0:  # more than the head has said
                 hold(-length)
                 length = 0
             return message
@@ -89,12 +97,14 @@ class Parsed(APIRoute):
     """A route that parses and validates bodies beside the event loop; an account's larger ones take turns."""
 
     def get_route_handler(self) -> Callable:
-        handle, kind = super().get_route_handler(), self.body_field and self.body_field.field_info.annotation
+        handle = super().get_route_handler()
+        kind = self.body_field.field_info.annotation if self.body_field else None
 
         async def handler(call: Request):
             try:
                 if kind:
-                    call._json, call._body = await _read(call, kind), b"parsed"  # FastAPI takes what is in _json
+                    call._json = await _read(call, kind)  # FastAPI takes what is there
+                    call._body = b"parsed"
                 return await handle(call)
             except REFUSALS as error:
                 refused = error.with_traceback(None)
@@ -108,6 +118,7 @@ class Parsed(APIRoute):
 
 
 async def _read(call: Request, kind: type[BaseModel]) -> BaseModel:
+    """A request's body as a model."""
     media = call.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media != "application/json":
         raise HTTPException(415, f"the body must be application/json, its Content-Type is {media!r}")
@@ -123,11 +134,13 @@ async def _read(call: Request, kind: type[BaseModel]) -> BaseModel:
 
 async def _in_turn(body: bytes, kind: type[BaseModel], turn: asyncio.Lock) -> BaseModel:
     """Parse a body when its account's turn has come, which it then keeps for a while."""
-    loop, took = asyncio.get_running_loop(), 0.0
+    loop = asyncio.get_running_loop()
+    took = 0.0
 
     def parse() -> BaseModel:
         nonlocal took
-        began, collects = time.thread_time(), gc.isenabled()
+        began = time.thread_time()
+        collects = gc.isenabled()
         gc.disable()  # or it would look through a million new objects again and again, and find nothing
         try:
             return parsed(body, kind)
@@ -136,6 +149,9 @@ async def _in_turn(body: bytes, kind: type[BaseModel], turn: asyncio.Lock) -> Ba
             if collects:
                 gc.enable()
 
+    def release_later() -> None:
+        loop.call_later(PAUSE * took, turn.release)
+
     await turn.acquire()
     try:
         parsing = PARSER.submit(parse)
@@ -143,7 +159,7 @@ async def _in_turn(body: bytes, kind: type[BaseModel], turn: asyncio.Lock) -> Ba
         turn.release()
         raise
     # However it ends, also if it is given up before it begins
-    parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(lambda: loop.call_later(PAUSE * took, turn.release)))
+    parsing.add_done_callback(lambda _: loop.call_soon_threadsafe(release_later))
     return await asyncio.wrap_future(parsing)
 
 

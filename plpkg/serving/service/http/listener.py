@@ -14,7 +14,7 @@ from plpkg.serving.service.http.answers import error_response
 GRACE_S = 1
 """For how long answers under way go on where the service is to end soon; then they end with an error."""
 CLOSING_S = 2
-"""What the end itself takes: :data:`GRACE_S`, then half a second for who reads nothing, and for the application."""
+"""Seconds that the end itself takes: :data:`GRACE_S`, half a one for who reads nothing, and the application."""
 
 
 class Protocol(H11Protocol):

@@ -28,6 +28,7 @@ class Spelling:
         return self._known[token]
 
     def _spelled(self, token: int) -> tuple[str, list[int]]:
+        """A token's text and bytes, by the tokenizer's vocabulary where they are part of a character."""
         text = self._tokenizer.decode([*self._before, token])[self._start :]
         name = self._tokenizer.convert_ids_to_tokens(token) or ""
         if "\ufffd" not in text:
@@ -38,16 +39,22 @@ class Spelling:
             content = [BYTE_LEVEL[each] for each in name]
         else:
             return text, [*text.encode()]
-        return "bytes:" + "".join(rf"\x{byte:02x}" for byte in content), content
+        in_hex = "".join(rf"\x{byte:02x}" for byte in content)
+        return f"bytes:{in_hex}", content
 
     def completion(self, scored: Iterable[tuple[int, Scored]]) -> dict:
         """Of tokens and where each begins in the text. The likeliest have the chosen one among them."""
-        tokens, values, tops, offsets = [], [], [], []
+        tokens: list[str] = []
+        values: list[float | None] = []
+        tops: list[dict[str, float] | None] = []
+        offsets: list[int] = []
         for offset, (token, logprob, top) in scored:
             likeliest: dict[str, float] = {}
             for each, value in [*top, (token, logprob)]:
-                likeliest.setdefault(self(each)[0], _said(value))
-            tokens.append(self(token)[0])
+                text, _ = self(each)
+                likeliest.setdefault(text, _said(value))
+            text, _ = self(token)
+            tokens.append(text)
             values.append(_said(logprob))
             tops.append(None if logprob is None else likeliest)
             offsets.append(offset)
@@ -60,10 +67,13 @@ class Spelling:
             text, content = self(token)
             return {"token": text, "bytes": content, "logprob": _said(logprob)}
 
-        pairs = ((each, [spelled(*pair) for pair in each.top]) for _, each in scored)
-        content = [spelled(each.token, each.logprob) | {"top_logprobs": top} for each, top in pairs]
+        content = []
+        for _, each in scored:
+            likeliest = [spelled(token, logprob) for token, logprob in each.top]
+            content.append(spelled(each.token, each.logprob) | {"top_logprobs": likeliest})
         return {"content": content, "refusal": None}
 
 
 def _said(logprob: float | None) -> float | None:
+    """A log-probability as JSON can say it."""
     return None if logprob is None else max(logprob, LEAST)

@@ -1,4 +1,4 @@
-"""What a service tells Prometheus, under the names that vLLM uses; no account's or adapter's name is among them."""
+"""Metrics for Prometheus, under the names that vLLM uses; no account's or adapter's name is among them."""
 
 from collections.abc import Iterator, Mapping, Sequence
 
@@ -13,7 +13,8 @@ class Metrics:
     """Counters and histograms of requests, and gauges of replicas."""
 
     def __init__(self) -> None:
-        self._registry, self._gauges = CollectorRegistry(), ()
+        self._registry = CollectorRegistry()
+        self._gauges: Sequence[Mapping[tuple[str, ...], float]] = ()
         self._registry.register(self)
         made = {"registry": self._registry}
         self.first_s = Histogram("vllm:time_to_first_token_seconds", "From the request.", buckets=SECONDS, **made)

@@ -1,4 +1,4 @@
-"""What an account calls adapters: names in its part of the store, with or without a version."""
+"""Names of adapters, as an account has them: in its part of the store, with or without a version."""
 
 import asyncio
 
@@ -9,7 +9,8 @@ class Names:
     """Of all accounts; ``base`` is the model's name, which no adapter can have."""
 
     def __init__(self, store: Store, base: str) -> None:
-        self._store, self.base = store, base
+        self._store = store
+        self.base = base
 
     async def path(self, account: str, wanted: str) -> str:
         """Where the store has what an account calls ``NAME`` or ``NAME@SHA256``."""
@@ -19,22 +20,26 @@ class Names:
 
     async def existing(self, account: str, wanted: str) -> tuple[str, str]:
         """The adapter and the version that are meant, if they are in the store."""
-        _, adapter, version = (await self.path(account, wanted)).split("/")
-        if version not in (await self._store.versions(account)).get(adapter, ()):
+        path = await self.path(account, wanted)
+        _, adapter, version = path.split("/")
+        versions = await self._store.versions(account)
+        if version not in versions.get(adapter, ()):
             raise NotFoundError("there is no such version of the adapter")
         return adapter, version
 
     async def stored(self, account: str) -> list[dict]:
         """An account's adapters; one without a current version is being written, or deleted."""
         versions = await self._store.versions(account)
-        current = await asyncio.gather(
-            *(self._store.current(account, each) for each in versions), return_exceptions=True
-        )
-        for error in current:
-            if isinstance(error, StoreError):
-                raise error
-        pairs = zip(versions, current, strict=True)
-        return [{"id": each, "version": now, "versions": versions[each]} for each, now in pairs if isinstance(now, str)]
+        asked = (self._store.current(account, name) for name in versions)
+        answers = await asyncio.gather(*asked, return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, StoreError):
+                raise answer
+        stored = []
+        for name, answer in zip(versions, answers, strict=True):
+            if isinstance(answer, str):
+                stored.append({"id": name, "version": answer, "versions": versions[name]})
+        return stored
 
     def require_possible(self, name: str) -> None:
         """Raise ValueError if no adapter can have this name."""

@@ -36,8 +36,11 @@ UNUSED = {
 def only(values: tuple):
     """The type of a field that has one of these values, or is null."""
 
+    def same(value, each) -> bool:  # for Python, True is 1
+        return value == each and isinstance(value, bool) == isinstance(each, bool)
+
     def check(value):
-        if not any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in values):
+        if not any(same(value, each) for each in values):
             told = {"served": " or ".join(map(json.dumps, [*values, None])), "got": shown(value)}
             raise PydanticCustomError("not_served", "only {served} is served, got {got}", told)
         return value
@@ -59,10 +62,13 @@ class Sent(BaseModel):
     @classmethod
     def _said(cls, body):
         if isinstance(body, dict):
-            most = max(len(each) for each in (body, *body.values()) if isinstance(each, dict))
+            objects = [body, *(each for each in body.values() if isinstance(each, dict))]
+            most = max(map(len, objects))
             if most > 100:
                 raise PydanticCustomError("too_long", "an object has at most 100 fields, got {most}", {"most": most})
-            body = {key: value for key, value in body.items() if value is not None or key not in cls.model_fields}
+            nulls = {key for key, value in body.items() if value is None}
+            unsaid = nulls & cls.model_fields.keys()
+            body = {key: value for key, value in body.items() if key not in unsaid}
         return body
 
 

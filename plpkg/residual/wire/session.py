@@ -16,7 +16,7 @@ from plpkg.residual.wire.wire_pb2 import Final, Hello, Part, Step, Terms, Welcom
 
 
 class Sessions:
-    """What all streams of one cloud share.
+    """Sessions of one cloud: what all its streams share.
 
     Parameters
     ----------
@@ -25,7 +25,9 @@ class Sessions:
     """
 
     def __init__(self, part: CloudPart, terms: Terms, limits: Limits) -> None:
-        self.part, self.terms, self.limits = part, terms, limits
+        self.part = part
+        self.terms = terms
+        self.limits = limits
         self._open: set[Stream] = set()
         self._lock = threading.Lock()
 
@@ -40,7 +42,8 @@ class Sessions:
         StatusError
             Other terms, or no room.
         """
-        if different := differences(hello.terms, self.terms):
+        different = differences(hello.terms, self.terms)
+        if different:
             raise StatusError(StatusCode.FAILED_PRECONDITION, different)
         with self._lock:
             if len(self._open) >= self.limits.sessions:
@@ -55,7 +58,7 @@ class Sessions:
 
 
 class Stream:
-    """What the cloud does for a device while it is connected.
+    """Service of one device while it is connected: its steps, and the exchanges within them.
 
     Parameters
     ----------
@@ -73,13 +76,19 @@ class Stream:
     """
 
     def __init__(self, sessions: Sessions, messages: Messages, end: Callable[[], object]) -> None:
-        self.sessions, self.messages, self.end = sessions, messages, end
-        self.part, self.terms, self.limits = sessions.part, sessions.terms, sessions.limits
-        self.dtype, self.greeted = PRECISIONS[self.terms.precision], False
+        self.sessions = sessions
+        self.messages = messages
+        self.end = end
+        self.part = sessions.part
+        self.terms = sessions.terms
+        self.limits = sessions.limits
+        self.dtype = PRECISIONS[self.terms.precision]
+        self.greeted = False
         self.shape = (0, 0)  # (batch, seq) of the pass under way
         self._cache: Cache | None = None
         self._batch = 0  # the sequences in it
-        self._trips, self._sent = 0, {}  # that followed one another so far, and when each message was sent
+        self._trips = 0  # round trips of this pass that followed one another so far
+        self._sent: dict[int, int] = {}  # by exchange, after how many of them it was sent
 
     def run(self) -> None:
         """Serve the device until it leaves, or asks for what it may not."""
@@ -116,7 +125,8 @@ class Stream:
             return
         with torch.inference_mode():
             if step.new_sequence:
-                self._cache, self._batch = self.part.new_cache(), step.batch
+                self._cache = self.part.new_cache()
+                self._batch = step.batch
             else:
                 cut_back(self._cache, step.keep)
             final = self._read(self._cache, hidden)
@@ -131,13 +141,13 @@ class Stream:
         return Final(hidden=pack(hidden, self.dtype), round_trips=self._trips + 1)
 
     def _check(self, step: Step) -> None:
+        """Refuse a step that cannot be, or that is larger than the limits."""
         if not (step.batch and step.seq):
             raise ValueError(f"a step of batch={step.batch}, seq={step.seq} is empty")
-        alone = step.new_sequence or step.train
-        length = step.seq + (0 if alone else step.keep)
-        for what, asked, limit in (("batch", step.batch, self.limits.batch), ("tokens", length, self.limits.tokens)):
-            if asked > limit:
-                raise StatusError(StatusCode.OUT_OF_RANGE, f"{what} would be {asked}, the cloud's limit is {limit}")
+        alone = step.new_sequence or step.train  # it goes on from nothing
+        length = step.seq if alone else step.keep + step.seq
+        self._require_within("batch", step.batch, self.limits.batch)
+        self._require_within("tokens", length, self.limits.tokens)
         if not 1 <= step.positions <= step.seq:
             raise ValueError(f"positions must be between 1 and seq={step.seq}, got {step.positions}")
         if alone:
@@ -147,7 +157,13 @@ class Stream:
         if self.part.make_cache and step.keep != self._cache.get_seq_length():
             raise ValueError("this cloud's KV cache is bounded: no guess can be taken out of it again")
 
+    @staticmethod
+    def _require_within(name: str, asked: int, limit: int) -> None:
+        if asked > limit:
+            raise StatusError(StatusCode.OUT_OF_RANGE, f"{name} would be {asked}, the cloud's limit is {limit}")
+
     def _train(self, step: Step, hidden: torch.Tensor) -> None:
+        """One pass there and back: each exchange asks the device again, on the way back."""
         with torch.enable_grad():
             hidden.requires_grad_(step.input_gradient)
             final = self._read(None, hidden)
@@ -170,9 +186,12 @@ class Stream:
 
     def backward(self, group: int, grad_v: torch.Tensor, wanted: bool) -> torch.Tensor | None:
         self.messages.send(grad_output=Part(group=group, data=pack(grad_v, self.dtype), unanswered=not wanted))
-        return self._part("grad_input", group, self.terms.r_c2d) if wanted else None
+        if not wanted:
+            return None
+        return self._part("grad_input", group, self.terms.r_c2d)
 
     def _part(self, content: str, group: int, rank: int) -> torch.Tensor:
+        """The device's answer ``(projections, batch, seq, rank)`` to an exchange, which must be the next message."""
         part = self.messages.receive(content, limit_s=self.limits.answer_s)
         if part.group != group:
             raise StatusError(StatusCode.INVALID_ARGUMENT, f"exchange {group} was answered with {part.group}")

@@ -3,13 +3,13 @@
 import torch
 
 from plpkg.residual.cut.device_part import DeviceCache, DevicePart
+from plpkg.residual.wire.connection import Wire
 from plpkg.residual.wire.tensors import PRECISIONS, pack, unpack
-from plpkg.residual.wire.wire import Wire
 from plpkg.residual.wire.wire_pb2 import Part, Step
 from plpkg.validation import whole_number
 
 FIELDS_BYTES = 1024
-"""What a message has beside its tensor, at most."""
+"""The most that a message has beside its tensor."""
 
 
 class RemoteLayers:
@@ -24,14 +24,19 @@ class RemoteLayers:
     """
 
     def __init__(self, part: DevicePart, wire: Wire) -> None:
-        self.part, self.wire = part, wire
-        self.dtype, self.width = PRECISIONS[wire.terms.precision], part.width
+        self.part = part
+        self.wire = wire
+        self.dtype = PRECISIONS[wire.terms.precision]
+        self.width = part.width
 
     def longest(self, batch: int, seq: int, positions: int) -> int:
         """The bytes of the longest message that the cloud has to send for a step, or for its way back."""
-        ranks = max(self.wire.terms.r_c2d, self.wire.terms.r_d2c)
-        each = max([ranks * count * seq for count in self.wire.terms.projections] + [self.width * positions])
-        return batch * max(each, self.wire.terms.hidden * seq) * self.dtype.itemsize + FIELDS_BYTES
+        terms = self.wire.terms
+        rank = max(terms.r_c2d, terms.r_d2c)
+        exchanges = [count * seq * rank for count in terms.projections]
+        final_states = positions * self.width
+        embedding_gradient = seq * terms.hidden
+        return batch * max(*exchanges, final_states, embedding_gradient) * self.dtype.itemsize + FIELDS_BYTES
 
     def __call__(
         self, hidden: torch.Tensor, positions: int, *, cache: DeviceCache | None = None, train: int = 0, **fields
@@ -45,7 +50,7 @@ class RemoteLayers:
         cache
             Of a sequence that is read.
         train
-            In so many parts the batch is learnt from: :meth:`.DevicePart.residual`.
+            In so many chunks the batch is learnt from: :meth:`.DevicePart.residual`.
         **fields
             More of the Step.
         """
@@ -55,18 +60,23 @@ class RemoteLayers:
         self.wire.send(step=Step(batch=batch, seq=seq, hidden=data, positions=positions, train=train > 0, **fields))
         due = set(range(len(self.part.matrices)))
         while due:
-            part = self.wire.receive("residual", round_trips=0)
-            u = self.of(part, due, (batch, seq), self.wire.terms.r_c2d)
-            answer = self.part.residual(part.group, u, train=train, cache=cache)
-            self.wire.send(residual=Part(group=part.group, data=pack(answer, self.dtype)))
+            exchange = self.wire.receive("residual", round_trips=0)
+            u = self.unpacked(exchange, due, (batch, seq), self.wire.terms.r_c2d)
+            v = self.part.residual(exchange.group, u, train=train, cache=cache)
+            self.wire.send(residual=Part(group=exchange.group, data=pack(v, self.dtype)))
         final = self.wire.receive("final", round_trips=0)
         most = len(self.part.matrices) + 1  # each exchange, and the end
         self.wire.traffic.round_trips += whole_number("the cloud's round_trips", final.round_trips, 1, most)
-        return unpack(final.hidden, (batch, positions, self.width), self.dtype).to(self.part.lm_head.weight)
+        states = unpack(final.hidden, (batch, positions, self.width), self.dtype)
+        return states.to(self.part.lm_head.weight)  # its type and place
 
-    def of(self, part: Part, due: set[int], shape: tuple[int, int], rank: int) -> torch.Tensor:
-        """What came for an exchange that was due, and is no more: each once, in the order of the cloud's layers."""
-        if part.group not in due:
-            raise ValueError(f"the cloud sent exchange {part.group} where one of {sorted(due)} was due")
-        due.remove(part.group)
-        return unpack(part.data, (self.wire.terms.projections[part.group], *shape, rank), self.dtype)
+    def unpacked(self, exchange: Part, due: set[int], batch_and_seq: tuple[int, int], rank: int) -> torch.Tensor:
+        """The tensor ``(projections, batch, seq, rank)`` of an exchange, which must be ``due`` and is taken off it.
+
+        Each comes once, in the order of the cloud's layers.
+        """
+        if exchange.group not in due:
+            raise ValueError(f"the cloud sent exchange {exchange.group} where one of {sorted(due)} was due")
+        due.remove(exchange.group)
+        shape = (self.wire.terms.projections[exchange.group], *batch_and_seq, rank)
+        return unpack(exchange.data, shape, self.dtype)

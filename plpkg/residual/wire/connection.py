@@ -30,14 +30,14 @@ BROKEN = {
 """Statuses after which the device comes back; any other is the cloud's refusal."""
 
 UNTRUSTED = ("CERTIFICATE_VERIFY_FAILED", "Hostname Verification Check failed", "WRONG_VERSION_NUMBER")
-"""What gRPC says of a certificate that is not trusted, or not for this host, and of a cloud without TLS: it will be the
-same the next time."""
+"""Words of gRPC for a certificate that is not trusted, or not for this host, and for a cloud without TLS: it will be
+the same the next time."""
 
 CROWDED = "Concurrent RPC limit"
-"""What gRPC says where more streams come at once than the cloud can even refuse: it passes."""
+"""Words of gRPC where more streams come at once than the cloud can even refuse: it passes."""
 
 SILENCE_S = 3.0
-"""Without an answer, this is said so often."""
+"""How often it is said that there is no answer yet."""
 
 SHORT_BYTES = 4 * 2**20
 """The longest message that a connection takes, unless longer ones are due."""
@@ -54,11 +54,12 @@ class RefusedError(RuntimeError):
 
     def __init__(self, failure: StatusError) -> None:
         super().__init__(f"{failure.code.name}: {failure.details}")
-        self.code, self.details = failure.code, failure.details
+        self.code = failure.code
+        self.details = failure.details
 
 
 class _TooLongError(Exception):
-    """What is due is longer than the connection takes."""
+    """A message is due that is longer than the connection takes."""
 
 
 class Wire:
@@ -112,16 +113,24 @@ class Wire:
         retry_s: float = 30.0,
     ) -> None:
         certificates.require_protection(target, encrypted=ca is not None, token=token, option="--ca")
-        self.target, self.terms, self.timeout_s, self.retry_s = target, terms, timeout_s, retry_s
+        self.target = target
+        self.terms = terms
+        self.timeout_s = timeout_s
+        self.retry_s = retry_s
         self._credentials = None if ca is None else certificates.for_device(ca)
         self._metadata = [("authorization", f"Bearer {token}")] if token else []
         self.lanes = None if link is None else lanes(link)
         self.traffic = Counter()
-        self.stream = self.max_tokens = 0
-        self.forgets = self._closed = False
+        self.stream = 0
+        self.max_tokens = 0
+        self.forgets = False
         self.on_silence: Callable[[str], object] | None = None
-        self._silent_since, self._say_at, self._give_up = None, 0.0, None
-        self._call, self._messages = None, None
+        self._closed = False
+        self._silent_since: float | None = None  # these three by time.monotonic()
+        self._say_at = 0.0
+        self._give_up: float | None = None
+        self._call: grpc.Call | None = None
+        self._messages: Messages | None = None
         self._longest = SHORT_BYTES
         self._channel = self._new_channel()
 
@@ -173,7 +182,9 @@ class Wire:
             raise
 
     def _step(self, run: Callable[..., Result], *arguments) -> Result:
-        self._give_up, self._silent_since, pause = None, None, 0.05
+        self._give_up = None
+        self._silent_since = None
+        pause = 0.05
         while True:
             try:
                 if self._call is None:
@@ -187,8 +198,10 @@ class Wire:
             except BrokenStreamError as error:
                 self.reset()
                 unavailable = str(error).startswith(StatusCode.UNAVAILABLE.name)  # and not silent
-                if not self.stream and unavailable and (reason := self._hopeless()):
-                    raise ConnectionError(f"no connection to {self.target}: {reason}") from error
+                if self.stream == 0 and unavailable:  # the cloud has never been met
+                    reason = self._hopeless()
+                    if reason:
+                        raise ConnectionError(f"no connection to {self.target}: {reason}") from error
                 if self._give_up is None:
                     self._give_up = time.monotonic() + self.retry_s
                 if time.monotonic() + pause > self._give_up:
@@ -215,7 +228,8 @@ class Wire:
             if self.stream and refused.code is StatusCode.RESOURCE_EXHAUSTED:  # by the stream that broke, perhaps
                 raise BrokenStreamError(str(refused)) from refused
             raise
-        self.max_tokens, self.forgets = welcome.tokens, welcome.forgets
+        self.max_tokens = welcome.tokens
+        self.forgets = welcome.forgets
         self.stream += 1
 
     def _connect(self, messages: Messages) -> grpc.Call:
@@ -291,7 +305,8 @@ def _end(call: grpc.Call, messages: Messages) -> None:
 
 def _speaks_tls(reached: socket.socket) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
     try:
         context.wrap_socket(reached).close()
     except OSError:
