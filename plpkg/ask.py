@@ -46,14 +46,17 @@ class Reader:
 
     def __call__(self, texts: list[str], question: str) -> list[Reading]:
         """Read texts, each alone, and answer from each."""
-        return questions.readings(self._model, self._tokenizer, [(text, question) for text in texts])
+        pairs = [(text, question) for text in texts]
+        return questions.readings(self._model, self._tokenizer, pairs)
 
 
 class Split:
     """The model whose decoder layers another process has, which reads along: what a cloud would have seen."""
 
     def __init__(self, cloud, client, tokenizer) -> None:
-        self._cloud, self._client, self._tokenizer = cloud, client, tokenizer
+        self._cloud = cloud
+        self._client = client
+        self._tokenizer = tokenizer
 
     @classmethod
     @contextlib.contextmanager
@@ -69,20 +72,25 @@ class Split:
             yield cls(cloud, client, tokenizer)
 
     def __call__(self, texts: list[str], question: str) -> str:
-        """Read texts, each alone; what went to and fro, and what the layers' process has read meanwhile."""
-        self._cloud.read()  # and forget
-        before, wrote, right, read = self._client.traffic, 0, 0, []
+        """Read texts, each alone; the traffic in words, and what the layers' process has read meanwhile."""
+        self._cloud.read()  # what it knows of an earlier question is not counted
+        before = self._client.traffic
+        sent = 0  # tokens whose layers the process has computed
+        read = 0  # those of them that it has told rightly
+        its_texts = []
         for text in texts:
             asked = questions.token_ids(questions.prompt(text, question, self._tokenizer), self._tokenizer)
             whole = self._client.generate(torch.tensor([asked]), questions.LONGEST)[0].tolist()
             seen = self._cloud.read()
-            wrote += len(whole) - 1
-            right += sum(mine == theirs for mine, theirs in zip(whole[:-1], seen["tokens"], strict=False))
-            read.append(seen["text"])
+            through_layers = whole[:-1]  # the last token of an answer goes nowhere
+            sent += len(through_layers)
+            read += sum(mine == theirs for mine, theirs in zip(through_layers, seen["tokens"], strict=False))
+            its_texts.append(seen["text"])
         crossed = self._client.traffic - before
-        up, down = crossed.sent_message_bytes / 1000, crossed.received_message_bytes / 1000
+        up = crossed.sent_message_bytes / 1000
+        down = crossed.received_message_bytes / 1000
         traffic = f"{up:.0f} kB went up and {down:.0f} kB down in {crossed.round_trips} round trips"
-        return f"{traffic}; of {wrote} tokens the cloud read {right}:\n" + "\n\n".join(read)
+        return f"{traffic}; of {sent} tokens the cloud read {read}:\n" + "\n\n".join(its_texts)
 
 
 @dataclass(frozen=True)
@@ -105,12 +113,18 @@ class Answer:
 
     def fields(self) -> dict:
         """One object of ``--json``."""
-        fields = {"question": self.question, "answer": self.answer, "passage": self.found.passage.text}
-        fields |= _place(self.found) | {"others": [_place(other) for other in self.others]}
-        return fields | {"doubtful": self.doubtful}
+        return {
+            "question": self.question,
+            "answer": self.answer,
+            "passage": self.found.passage.text,
+            **_place(self.found),
+            "others": [_place(other) for other in self.others],
+            "doubtful": self.doubtful,
+        }
 
 
 def _place(found: Found) -> dict:
+    """Where a passage stands, and its score."""
     return {"file": str(found.passage.file), "line": found.passage.line, "score": round(found.score, 4)}
 
 
@@ -125,12 +139,14 @@ def answered(question: str, search: Search, read: Callable[[list[str], str], lis
             break
     best = surest([each.score for each in found], readings)
     others = tuple(each for i, each in enumerate(found) if i != best)
-    return Answer(question, readings[best].answer, found[best], others, readings[best].unknown > DOUBT)
+    doubtful = readings[best].unknown > DOUBT
+    return Answer(question, readings[best].answer, found[best], others, doubtful)
 
 
 def surest(scores: list[float], readings: list[Reading], weight: float = SEARCH) -> int:
-    """Which of several passages to believe, by search's score and by the likelihood of what was read from it."""
-    return max(range(len(scores)), key=lambda i: weight * scores[i] + readings[i].log_prob)
+    """The number of the passage to believe, by search's score and by the likelihood of what was read from it."""
+    together = [weight * score + reading.log_prob for score, reading in zip(scores, readings, strict=True)]
+    return together.index(max(together))
 
 
 def with_the_one_before(question: str, before: str | None) -> str:
@@ -169,7 +185,7 @@ def show(answer: Answer) -> None:
 
 
 def unread(skipped: dict[Path, str], most: int = 5) -> str:
-    """What is not read and why, in one line a reason."""
+    """The files that are not read and why, in one line a reason."""
     by_reason = defaultdict(list)
     for file, reason in skipped.items():
         by_reason[reason].append(printable(str(file)))
@@ -194,15 +210,18 @@ def run(folder: Path, question: str | None, *, as_json: bool, split: bool, model
         as_a_cloud = stack.enter_context(Split.opened(model)) if split else None
         search = Search(folder)
         terminal = sys.stdin is not None and sys.stdin.isatty()
+        asked = lines(terminal) if question is None else [question.strip()]
         before = None  # the last question that stood on its own
-        for line in lines(terminal) if question is None else [question.strip()]:
+        for line in asked:
             whole = with_the_one_before(line, before)
             if whole == line:
                 before = line
             answer = answered(whole, search, read)
-            cloud = as_a_cloud and as_a_cloud(answer.texts, whole)
+            cloud = as_a_cloud(answer.texts, whole) if as_a_cloud else None
             if as_json:
-                fields = answer.fields() | {"question": line} | ({"cloud": cloud} if cloud else {})
+                fields = answer.fields() | {"question": line}
+                if cloud:
+                    fields["cloud"] = cloud
                 typer.echo(json.dumps(fields, ensure_ascii=False))
             else:
                 show(answer)

@@ -12,7 +12,7 @@ IGNORED = -100
 Ids = torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping
 
 ABOUT_TOKENS = ("special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens", "overflow_to_sample_mapping")
-"""What a tokenizer tells on request, and no model reads."""
+"""Fields that a tokenizer gives on request, and no model reads."""
 
 
 def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Tensor:
@@ -36,15 +36,15 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
     mask = None
     if isinstance(ids, Mapping):
         _refuse_others(ids, name)
-        ids, mask = ids.get("input_ids"), ids.get("attention_mask")
+        mask = ids.get("attention_mask")
+        ids = ids.get("input_ids")
     try:
         tensor = torch.as_tensor(ids)
     except (TypeError, ValueError, RuntimeError):
         tensor = None
     if tensor is not None and not tensor.numel() and not isinstance(ids, torch.Tensor):
         tensor = tensor.long()  # an empty list has no dtype of its own
-    whole = tensor is not None and not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
-    if not whole or tensor.ndim not in (1, 2) or tensor.numel() < least:
+    if not _are_ids(tensor) or tensor.numel() < least:
         got = shown(ids) if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"{name} must be token ids, (tokens,) or (batch, seq), got {got}")
     if mask is not None:
@@ -54,13 +54,22 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
         padding = int((mask == 0).sum())
         if padding:
             raise ValueError(f"{padding} tokens of {name} are padding: give texts of one length, or one by one")
-    return tensor.long() if tensor.ndim == 2 else tensor.long()[None]
+    tensor = tensor.long()
+    return tensor if tensor.ndim == 2 else tensor[None]
+
+
+def _are_ids(tensor: torch.Tensor | None) -> bool:
+    """Whether it is ``(tokens,)`` or ``(batch, seq)`` of whole numbers."""
+    if tensor is None or tensor.ndim not in (1, 2):
+        return False
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
 def _refuse_others(fields: Mapping, name: str) -> None:
     """ValueError if a mapping has something beside ids and their mask that a model would read."""
-    zeros = not torch.as_tensor(fields.get("token_type_ids", 0)).any()  # the first of two texts, as without them
-    known = {"input_ids", "attention_mask", *ABOUT_TOKENS} | ({"token_type_ids"} if zeros else set())
+    known = {"input_ids", "attention_mask", *ABOUT_TOKENS}
+    if not torch.as_tensor(fields.get("token_type_ids", 0)).any():  # all of the first of two texts, as without them
+        known.add("token_type_ids")
     others = sorted(str(key) for key in fields.keys() - known if fields[key] is not None)
     if others:
         raise ValueError(f"{name} come with {shown(others[0])}, which is not read here: give the text's ids alone")
@@ -81,7 +90,7 @@ def one_text(ids: Ids, name: str = "input_ids", *, least: int = 1) -> list[int]:
 
 
 def ids_and_labels(batch, name: str = "a batch") -> tuple[torch.Tensor, torch.Tensor]:
-    """What a step learns from: ids and labels, both ``(samples, seq)``, int64; a label is its own place's token.
+    """Ids and labels, from which a step learns, both ``(samples, seq)``, int64; a label is its own place's token.
 
     Parameters
     ----------
@@ -100,15 +109,20 @@ def ids_and_labels(batch, name: str = "a batch") -> tuple[torch.Tensor, torch.Te
     pair = isinstance(batch, tuple) or (isinstance(batch, list) and any(isinstance(x, torch.Tensor) for x in batch))
     if pair and len(batch) != 2:
         raise ValueError(f"{name} must be token ids, (ids, labels) or a mapping, got {len(batch)} things")
-    fields = batch
-    if not isinstance(batch, Mapping):
-        fields = dict(zip(("input_ids", "labels"), batch if pair else (batch, None), strict=True))
+    if isinstance(batch, Mapping):
+        fields = batch
+    elif pair:
+        fields = {"input_ids": batch[0], "labels": batch[1]}
+    else:
+        fields = {"input_ids": batch}
     fields = {key: value for key, value in fields.items() if value is not None}
-    if others := sorted(fields.keys() - {"input_ids", "labels", "attention_mask"}):
+    others = sorted(fields.keys() - {"input_ids", "labels", "attention_mask"})
+    if others:
         raise ValueError(f"{name} has {shown(others[0])}: input_ids, labels and attention_mask are read")
     ids = token_ids(fields.get("input_ids"), f"input_ids of {name}")
     mask = torch.as_tensor(fields.get("attention_mask", torch.ones_like(ids)), device=ids.device) != 0
-    mask = mask if mask.ndim == 2 else mask[None]
+    if mask.ndim != 2:
+        mask = mask[None]
     if mask.shape != ids.shape:
         raise ValueError(f"{name} has an attention_mask of shape {tuple(mask.shape)} for ids of {tuple(ids.shape)}")
     if (mask[:, 1:] & ~mask[:, :-1]).any():

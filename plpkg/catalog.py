@@ -68,8 +68,10 @@ class ModelShape(Tabular):
     num_sliding_layers: int = 0
 
     def __post_init__(self) -> None:
-        def settle(name: str, *limits) -> None:  # a plain int: NumPy's have an end, where products begin again below 0
-            object.__setattr__(self, name, whole_number(name, getattr(self, name), *limits))
+        def settle(name: str, *limits) -> None:
+            value = whole_number(name, getattr(self, name), *limits)
+            # A plain int: NumPy's have an end, where products begin again below 0.
+            object.__setattr__(self, name, value)
 
         flag("tied_embeddings", self.tied_embeddings)
         flag("encoder", self.encoder)
@@ -115,7 +117,8 @@ class ModelShape(Tabular):
     @property
     def decoder_parameters(self) -> int:
         """Weights of everything but the word embedding and the LM head."""
-        return self.parameters - self.embedding_parameters * (1 if self.tied_embeddings else 2)
+        copies = 1 if self.tied_embeddings else 2
+        return self.parameters - self.embedding_parameters * copies
 
     @property
     def computing_parameters(self) -> int:
@@ -133,12 +136,14 @@ class ModelShape(Tabular):
         A layer with a sliding window holds one position less than its window, as transformers' ``DynamicCache`` does:
         the next token is the last of its own window.
         """
-        sliding, full = self.num_sliding_layers, self.num_layers - self.num_sliding_layers
-        return full * context + sliding * min(context, self.sliding_window - 1)
+        full = self.num_layers - self.num_sliding_layers
+        in_window = min(context, self.sliding_window - 1)
+        return full * context + self.num_sliding_layers * in_window
 
     def unread_parameters(self, positions: int = 1) -> float:
         """Weights of the experts that none of ``positions`` tokens meets, in the mean over even choices."""
-        return self.expert_parameters * (1 - self.num_experts_per_tok / self.num_experts) ** positions
+        not_met = 1 - self.num_experts_per_tok / self.num_experts  # the chance that a token does not meet an expert
+        return self.expert_parameters * not_met**positions
 
     def rows(self) -> list[dict]:
         qkv = self.num_layers * self.hidden * sum(self.projection_dims)
@@ -152,19 +157,23 @@ class ModelShape(Tabular):
         }
         if self.expert_parameters:
             parts["routed experts"] = self.expert_parameters
-        return [
-            {"part": part, "parameters": n, "share_percent": 100 * n / self.parameters} for part, n in parts.items()
-        ]
+        rows = []
+        for part, count in parts.items():
+            rows.append({"part": part, "parameters": count, "share_percent": 100 * count / self.parameters})
+        return rows
 
     def __repr__(self) -> str:
         heads = f"{self.num_heads} heads"
         if self.num_kv_heads != self.num_heads:
             heads += f" ({self.num_kv_heads} for keys and values)"
-        return (
-            f"{self.name}: {self.num_layers} layers × {self.hidden}, {heads} of {self.head_dim}, "
-            f"vocabulary {self.vocab}{' tied' if self.tied_embeddings else ''}, {self.parameters:,} parameters"
-            f"{f', {self.active_parameters:,} of them active' if self.expert_parameters else ''}"
-        )
+        vocabulary = f"vocabulary {self.vocab}"
+        if self.tied_embeddings:
+            vocabulary += " tied"
+        parameters = f"{self.parameters:,} parameters"
+        if self.expert_parameters:
+            parameters += f", {self.active_parameters:,} of them active"
+        layers = f"{self.num_layers} layers × {self.hidden}"
+        return f"{self.name}: {layers}, {heads} of {self.head_dim}, {vocabulary}, {parameters}"
 
     @classmethod
     def from_config(cls, config, name: str | None = None, *, local_files_only: bool = False) -> "ModelShape":
@@ -220,7 +229,8 @@ class Device:
 
     def __post_init__(self) -> None:
         for field in ("memory_bandwidth_bytes_per_s", "flops_per_s", "memory_bytes"):
-            object.__setattr__(self, field, number(field, getattr(self, field), open_low=True))
+            value = number(field, getattr(self, field), open_low=True)
+            object.__setattr__(self, field, value)
 
     def __repr__(self) -> str:
         return (
@@ -245,7 +255,8 @@ class Link:
 
     def __post_init__(self) -> None:
         for field in ("uplink_bits_per_s", "downlink_bits_per_s"):
-            object.__setattr__(self, field, number(field, getattr(self, field), open_low=True))
+            value = number(field, getattr(self, field), open_low=True)
+            object.__setattr__(self, field, value)
         object.__setattr__(self, "rtt_s", number("rtt_s", self.rtt_s))
 
     def __repr__(self) -> str:
@@ -264,7 +275,9 @@ def data_path(*parts: str) -> Path:
         There is no such file, or no data at all (a broken installation).
     """
     package = Path(__file__).parent
-    folder = package / "data" if (package / "data").is_dir() else package.parent / "data"
+    folder = package / "data"
+    if not folder.is_dir():
+        folder = package.parent / "data"
     path = folder.joinpath(*parts)
     if not path.exists():
         raise FileNotFoundError(f"no data file {'/'.join(parts) or 'folder'!r} in {folder}")
@@ -276,15 +289,22 @@ def cache_path(*parts: str) -> Path:
     from platformdirs import user_cache_path
 
     named = os.environ.get("PLPKG_CACHE")
-    return (Path(named).expanduser() if named else user_cache_path("plpkg")).joinpath(*parts)
+    folder = Path(named).expanduser() if named else user_cache_path("plpkg")
+    return folder.joinpath(*parts)
 
 
 def _read(cls, filename: str) -> dict:
-    columns = cls.__dataclass_fields__
+    """The objects of a table, by name: a row each, its columns the fields of ``cls``."""
     parse = {int: int, float: float, str: str, bool: lambda text: text == "true"}
+    found = {}
     with data_path(filename).open(encoding="utf-8", newline="") as file:
-        rows = list(csv.DictReader(file))
-    return {row["name"]: cls(**{key: parse[columns[key].type](text) for key, text in row.items()}) for row in rows}
+        for row in csv.DictReader(file):
+            values = {}
+            for column, text in row.items():
+                kind = cls.__dataclass_fields__[column].type
+                values[column] = parse[kind](text)
+            found[row["name"]] = cls(**values)
+    return found
 
 
 @cache
@@ -323,11 +343,13 @@ def assumed(name: str) -> float:
 
 
 def _look_up(kind: str, cls, known: dict, name):
+    """One of the catalog by name; an object of the class as it is."""
     if isinstance(name, cls):
         return name
     if not isinstance(name, str):
-        configured = cls is ModelShape and (hasattr(name, "model_type") or isinstance(name, Path))
-        got = f"a {type(name).__name__}: read its shape with ModelShape.from_config" if configured else repr(name)
+        got = repr(name)
+        if cls is ModelShape and (hasattr(name, "model_type") or isinstance(name, Path)):
+            got = f"a {type(name).__name__}: read its shape with ModelShape.from_config"
         raise TypeError(f"a {kind} is a {cls.__name__} or a catalog name, got {got}")
     if name in known:
         return known[name]
@@ -377,7 +399,7 @@ def published(name: str):
 
 
 def measured(name: str):
-    """What a benchmark wrote last, as a ``pandas.DataFrame``: ``residual_wire`` of ``benchmarks/residual/wire.py``.
+    """A benchmark's last table, as a ``pandas.DataFrame``: ``residual_wire`` of ``benchmarks/residual/wire.py``.
 
     Every figure in it is *measured (recorded)*: each row says by which command, commit, seed,
     machine and versions. Raises like :func:`published`.
@@ -389,7 +411,8 @@ def _table(folder: str, name: str):
     import pandas as pd
 
     tables = {path.stem: path for path in sorted(data_path(folder).glob("*.csv"))}
-    return pd.read_csv(_look_up(f"{folder} table", Path, tables, name), dtype={"commit": str})  # 85199e1 is no number
+    path = _look_up(f"{folder} table", Path, tables, name)
+    return pd.read_csv(path, dtype={"commit": str})  # 85199e1 is no number
 
 
 @cache

@@ -28,8 +28,10 @@ except ModuleNotFoundError:  # Windows
 
 PARTIAL = ".partial"
 """How a file's name ends while it is written, and a folder's begins."""
+
 VERSION = "1"
 """Of the files that :func:`save` writes."""
+
 MOST_TEXT = 2**25
 """Characters of a state's JSON: safetensors reads no header of more than 100 MB."""
 
@@ -39,7 +41,9 @@ def private_folder(folder: str | Path) -> Path:
 
     NotADirectoryError: a file has the name of one of them.
     """
-    for each in reversed([folder := Path(folder), *folder.parents]):
+    folder = Path(folder)
+    from_the_top = reversed([folder, *folder.parents])
+    for each in from_the_top:
         try:
             each.mkdir(mode=0o700, exist_ok=True)
         except FileExistsError:
@@ -102,7 +106,8 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
         _room_for(folder),
         tempfile.TemporaryDirectory(dir=folder, prefix=f"{PARTIAL}-") as temporary,
     ):
-        mode = _created(probe := Path(temporary, "mode"), private)
+        probe = Path(temporary, "mode")
+        mode = _created(probe, private)
         probe.unlink()
         write(temporary)
         paths = sorted(path for path in Path(temporary).rglob("*") if path.is_file())
@@ -110,7 +115,8 @@ def replace_files(folder: Path, write: Callable[[str], object], *, private: bool
             _on_disk(path, mode)
         for path in paths:
             final = folder / path.relative_to(temporary)
-            final.parent.mkdir(parents=True, exist_ok=True, mode=0o700 if private else 0o777)
+            folder_mode = 0o700 if private else 0o777
+            final.parent.mkdir(parents=True, exist_ok=True, mode=folder_mode)
             os.replace(path, final)
 
 
@@ -129,8 +135,9 @@ def _alone_in(folder: Path) -> Iterator[None]:
 
 
 def _created(path: Path, private: bool) -> int:
-    """The mode of a new file."""
-    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o666)
+    """Make an empty file; its mode is the one that its content shall have, and depends on the user's umask."""
+    wanted = 0o600 if private else 0o666
+    number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, wanted)
     try:
         return os.fstat(number).st_mode & 0o777
     finally:
@@ -138,6 +145,7 @@ def _created(path: Path, private: bool) -> int:
 
 
 def _on_disk(path: Path, mode: int) -> None:
+    """Have a written file's content on the disk, under its mode."""
     path.chmod(mode)  # what wrote it may have made a file of its own
     with path.open("rb+") as file:
         os.fsync(file.fileno())  # or a power cut could leave an empty file under the right name
@@ -198,27 +206,32 @@ def _packed(value: object, name: str, tensors: dict[str, torch.Tensor]) -> objec
         items = [_packed(each, f"{name}.{i}", tensors) for i, each in enumerate(value)]
         return items if isinstance(value, list) else {"$tuple": items}
     if isinstance(value, Mapping):
-        pairs = [(_packed(key, name, tensors), _packed(each, f"{name}.{key}", tensors)) for key, each in value.items()]
+        pairs = []
+        for key, each in value.items():
+            packed_key = _packed(key, name, tensors)
+            pairs.append((packed_key, _packed(each, f"{name}.{key}", tensors)))
         as_json = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(pairs) if as_json else {"$dict": pairs}
     raise TypeError(f"a file cannot hold {name.removeprefix('.')}={value!r:.60}")
 
 
 def _unpacked(text: str, tensors: Mapping[str, torch.Tensor]) -> dict:
-    """What :func:`_packed` has made a text and tensors of."""
+    """The state of which :func:`_packed` has made a text and tensors."""
 
     def unpacked(value: dict) -> object:
         if "$tensor" in value:
             return tensors[value["$tensor"]]
         if "$tuple" in value:
             return tuple(value["$tuple"])
-        return dict(value["$dict"]) if "$dict" in value else value
+        if "$dict" in value:
+            return dict(value["$dict"])
+        return value
 
     return json.loads(text, object_hook=unpacked)
 
 
 def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Of the text, and of each tensor's name, form and bytes: a damaged byte is seen wherever it is."""
+    """The SHA-256 of the text and of each tensor's name, form and bytes: no damaged byte is overlooked."""
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -227,7 +240,7 @@ def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def read(path: Path, needed: Sequence[str] = ()) -> dict:
-    """What :func:`save` wrote.
+    """Read a state that :func:`save` wrote.
 
     Parameters
     ----------
@@ -258,8 +271,9 @@ def read(path: Path, needed: Sequence[str] = ()) -> dict:
     if _digest(text, tensors) != digest:
         raise ValueError(f"{path} is damaged: it is not as it was written")
     state = _unpacked(text, tensors)
-    if missing := [name for name in needed if name not in state]:
-        raise ValueError(f"{path} is another kind of file: it has no {missing[0]}")
+    for name in needed:
+        if name not in state:
+            raise ValueError(f"{path} is another kind of file: it has no {name}")
     return state
 
 
@@ -279,12 +293,14 @@ def load(path: Path, identity: dict) -> dict | None:
         The file cannot be read, or is of another run, or of a version of plpkg that wrote pickles.
     """
     with _alone_in(path.parent):
-        for left in (path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")):
+        half_written = [path.with_name(path.name + PARTIAL), *path.parent.glob(f"{PARTIAL}-*")]
+        for left in half_written:
             if left.is_dir():
                 shutil.rmtree(left, ignore_errors=True)
             else:
                 left.unlink(missing_ok=True)
-    if (older := path.with_suffix(".pt")).exists():
+    older = path.with_suffix(".pt")
+    if older.exists():
         raise ValueError(f"{older} is a pickle of an earlier version, and is not read: remove it to start anew")
     if not path.exists():
         return None
@@ -292,16 +308,23 @@ def load(path: Path, identity: dict) -> dict | None:
         state = read(path)
     except ValueError as error:
         raise ValueError(f"{error}: remove it to start anew") from error
-    saved = state.get("identity", {})
-    others = [
-        f"{name}={shown(saved.get(name))}, now {shown(identity.get(name))}"
-        for name in identity | saved
-        if json.dumps(_packed(saved.get(name), "", {})) != json.dumps(_packed(identity.get(name), "", {}))
-    ]
+    others = _differences(state.get("identity", {}), identity)
     if others:
         said = "; ".join(others)[:280]
         raise ValueError(f"{path.parent} holds a run with {said}: take another folder, or go on with that")
     return state
+
+
+def _differences(saved: Mapping[str, object], here: Mapping[str, object]) -> list[str]:
+    """The fields of a run's identity that differ from those in its file, each as ``name=before, now after``."""
+    found = []
+    for name in {**here, **saved}:
+        before = saved.get(name)
+        now = here.get(name)
+        # As JSON, in which NumPy's numbers and Python's are the same.
+        if json.dumps(_packed(before, "", {})) != json.dumps(_packed(now, "", {})):
+            found.append(f"{name}={shown(before)}, now {shown(now)}")
+    return found
 
 
 def restore(parts: Mapping[str, object], states: Mapping[str, dict]) -> None:

@@ -18,7 +18,7 @@ from plpkg.residual.wire import commands as residual
 from plpkg.serving.service import commands as service
 
 ERRORS = (ValueError, OSError, FloatingPointError, OverflowError)
-"""What a command says in one line; anything else is a defect."""
+"""Errors that a command says in one line; any other is a defect."""
 
 
 class OneLineErrors(TyperGroup):
@@ -36,7 +36,8 @@ class OneLineErrors(TyperGroup):
         try:
             return super().invoke(context)
         except ConnectionError as error:
-            typer.echo("; ".join(["Error: " + str(error), *getattr(error, "__notes__", ())]), err=True)
+            notes = getattr(error, "__notes__", ())
+            typer.echo("; ".join([f"Error: {error}", *notes]), err=True)
             raise typer.Exit(2) from error
         except ERRORS as error:
             raise typer.BadParameter(str(error)) from error
@@ -69,8 +70,9 @@ def doctor() -> None:
     for column in ("", "requirement", "found", "what to do"):
         table.add_column(column, overflow="fold")
     for check in report.checks:
+        status = f"[{COLOURS[check.status]}]{check.status}[/]"
         remedy = "" if check.status == "OK" else check.remedy
-        table.add_row(f"[{COLOURS[check.status]}]{check.status}[/]", *map(escape, (check.name, check.found, remedy)))
+        table.add_row(status, escape(check.name), escape(check.found), escape(remedy))
     console = Console()
     console.print(table)
     console.print(repr(report))
@@ -132,22 +134,27 @@ def ask(
 def claims(
     system: Annotated[str | None, Argument(help=f"Those about one system: {', '.join(court.SYSTEMS)}.")] = None,
 ) -> None:
-    """What was claimed elsewhere, as reported and as found here: each claim with its source and the verdict.
+    """Show the claims of others, as reported and as found here: each with its source and the verdict.
 
     Where a source prints no figure, or one for other models, what would hold is in brackets; so is an interval.
     """
-    rows, console = court.table(system), Console()
+    console = Console()
+    rows = court.table(system)
     for name, some in rows.groupby("system", sort=False):
         table = Table(title=f"{name} (notebook {court.SYSTEMS[name]})", title_justify="left", box=None, pad_edge=False)
-        for column, width in (("claim", None), ("reported", 11), ("ours", 11), ("verdict", 12)):
-            table.add_column(column, overflow="fold", width=width, ratio=None if width else 1)
+        table.add_column("claim", overflow="fold", ratio=1)  # as wide as the others leave it
+        for column, width in (("reported", 11), ("ours", 11), ("verdict", 12)):
+            table.add_column(column, overflow="fold", width=width)
         for row in some.to_dict("records"):
             claim = f"{escape(row['claim'])}\n[dim]{escape(row['source'])}. {escape(row['why'])}[/]\n"
-            reported = row["reported"] + (f" ({row['holds_if']})" if row["holds_if"] else "")
+            reported = row["reported"]
+            if row["holds_if"]:
+                reported += f" ({row['holds_if']})"
             colour = OF_VERDICTS[row["verdict"].split()[0]]
             table.add_row(claim, escape(reported), escape(court.shown(row)), f"[{colour}]{row['verdict']}[/]")
         console.print(table)
-    for verdict, count in court.verdicts().loc[list(rows["system"].unique())].sum().items():
+    verdicts = court.verdicts().loc[list(rows["system"].unique())]
+    for verdict, count in verdicts.sum().items():
         console.print(f"{count:4} {verdict}", highlight=False)
 
 

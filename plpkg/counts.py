@@ -25,7 +25,7 @@ from plpkg.validation import number, whole_number
 
 
 class Counts:
-    """What followed each context of a person's text, and how often.
+    """The tokens that followed each context of a person's text, and how often.
 
     Parameters
     ----------
@@ -69,30 +69,39 @@ class Counts:
         ``base`` ``(tokens - 1,)`` is the model's, natural, and ``weight`` positive, or ValueError says so. Returns
         ``(tokens - 1,)``, float64, on the CPU; NaN stays NaN.
         """
-        ids, mixed, weight = _tuple(ids), base.to("cpu", torch.float64), number("weight", weight, open_low=True)
+        ids = _tuple(ids)
+        mixed = base.to("cpu", torch.float64)  # the model's; each order mixes its counts in
+        weight = number("weight", weight, open_low=True)
         if mixed.shape != (max(0, len(ids) - 1),):
             raise ValueError(f"base must have one number less than the {len(ids)} tokens, got {tuple(base.shape)}")
         for n in self.orders:
-            seen = [self._seen(ids, i, n) for i in range(1, len(ids))]
-            hits = [followers.get(token, 0) for followers, token in zip(seen, ids[1:], strict=True)]
-            total, a = torch.tensor([_sums(f, weight) for f in seen], dtype=torch.float64).view(-1, 2).T
+            rows = []  # of each token but the first c(h, w), c(h) and a, as the module's formula has them
+            for i in range(1, len(ids)):
+                followers = self._seen(ids, i, n)
+                rows.append((followers.get(ids[i], 0), *_sums(followers, weight)))
+            hits, total, a = torch.tensor(rows, dtype=torch.float64).view(-1, 3).T  # (tokens - 1,) each
             # In logarithms: a probability may be too small for a float.
-            mixed = torch.logaddexp(torch.tensor(hits, dtype=torch.float64).log(), mixed + a.log()) - (total + a).log()
+            mixed = torch.logaddexp(hits.log(), mixed + a.log()) - (total + a).log()
         return mixed
 
     def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
         """The log-probability of every token after ``context`` ``(tokens,)``: ``(vocab,)``, as :meth:`log_probs`."""
-        context, mixed, weight = _tuple(context), base.to("cpu", torch.float64), number("weight", weight, open_low=True)
+        context = _tuple(context)
+        mixed = base.to("cpu", torch.float64)
+        weight = number("weight", weight, open_low=True)
         if mixed.ndim != 1:
             raise ValueError(f"base must be (vocab,), got {tuple(base.shape)}")
         for n in self.orders:
-            if followers := self._seen(context, len(context), n):
-                total, a = _sums(followers, weight)
-                seen, hits = list(followers), torch.tensor(list(followers.values()), dtype=torch.float64)
-                if max(seen) >= len(mixed):
-                    raise ValueError(f"token {max(seen)} was counted, and base has a vocabulary of {len(mixed)}")
-                mixed = mixed + math.log(a) - math.log(total + a)
-                mixed[seen] = torch.logaddexp(hits.log() - math.log(total + a), mixed[seen])
+            followers = self._seen(context, len(context), n)
+            if not followers:  # a context never seen leaves it as it is
+                continue
+            tokens = list(followers)
+            hits = torch.tensor(list(followers.values()), dtype=torch.float64)
+            if max(tokens) >= len(mixed):
+                raise ValueError(f"token {max(tokens)} was counted, and base has a vocabulary of {len(mixed)}")
+            total, a = _sums(followers, weight)
+            mixed = mixed + math.log(a) - math.log(total + a)
+            mixed[tokens] = torch.logaddexp(hits.log() - math.log(total + a), mixed[tokens])
         return mixed
 
     def likeliest(self, context: Sequence[int]) -> tuple[int, int]:
@@ -102,22 +111,28 @@ class Counts:
         """
         ids = tuple(context)
         for n in reversed(self.orders):
-            if followers := self._seen(ids, len(ids), n):
+            followers = self._seen(ids, len(ids), n)
+            if followers:
                 return n - 1, max(followers, key=followers.get)
         return 0, -1
 
     def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:
-        """What :func:`plpkg.scoring.score` gives, with the counts; ``base``: its ``token_log_probs``, by document."""
-        mixed = (self.log_probs(d.ids, b, weight)[d.scored[1:]] for d, b in zip(documents, base, strict=True))
-        return Score.of(documents, -sum(each.sum().item() for each in mixed) / math.log(2))
+        """As :func:`plpkg.scoring.score`, with the counts; ``base``: its ``token_log_probs``, by document."""
+        nats = 0.0
+        for document, of_model in zip(documents, base, strict=True):
+            mixed = self.log_probs(document.ids, of_model, weight)
+            nats -= mixed[document.scored[1:]].sum().item()
+        return Score.of(documents, nats / math.log(2))
 
     def best_weight(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weights: Sequence[float]) -> float:
         """The weight of some with the best :meth:`score`, of text that was not counted."""
         return min(weights, key=lambda weight: self.score(documents, base, weight).bits)
 
     def _seen(self, ids: tuple[int, ...], i: int, n: int) -> dict[int, int]:
-        """What followed the ``n - 1`` tokens before position ``i``; nothing where there are not so many."""
-        return self._followers.get(ids[i - n + 1 : i], {}) if i >= n - 1 else {}
+        """The tokens that followed the ``n - 1`` before position ``i``; none where there are not so many before it."""
+        if i < n - 1:
+            return {}
+        return self._followers.get(ids[i - n + 1 : i], {})
 
 
 def _sums(followers: dict[int, int], weight: float) -> tuple[int, float]:
@@ -126,6 +141,7 @@ def _sums(followers: dict[int, int], weight: float) -> tuple[int, float]:
 
 
 def _tuple(ids: Ids) -> tuple[int, ...]:
+    """A document's ids, of which contexts are made."""
     ids = tuple(one_text(ids, "a document", least=0))
     if min(ids, default=0) < 0:
         raise ValueError(f"the id of a token must be at least 0, got {min(ids)}")

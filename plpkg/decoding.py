@@ -1,4 +1,4 @@
-"""What all who write tokens share: what is sampled from, tokens as text, and how long a text may be."""
+"""For all who write tokens: logits as they are sampled from, tokens as text, and how long a text may be."""
 
 import re
 import sys
@@ -30,9 +30,10 @@ def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> 
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
 """A token of SentencePiece's byte fallback. Neighbours of this kind are decoded as one: a wrong byte spoils all."""
+
 UNSETTLED = re.compile("\ufffd$")
 CLEANED = re.compile(r"(\ufffd|\s|\sn|'[vr]?)$")
-"""What the next token may still change: half a character, or the beginning of what transformers cleans up."""
+"""An end that the next token may change: half a character, or the beginning of what transformers cleans up."""
 
 
 class Text:
@@ -55,31 +56,39 @@ class Text:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), stop: Sequence[str] = ()):
-        self._tokenizer, self._stop, self._held, self.length = tokenizer, stop, "", 0
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._held = ""  # settled, but it may become a stop string
+        self.length = 0
         cleans = getattr(tokenizer, "clean_up_tokenization_spaces", False)
         self._unsettled = CLEANED if cleans else UNSETTLED
         end = len(before)
         while end and BYTE.fullmatch(self._name(before[end - 1])):
             end -= 1
-        self._ids = [int(each) for each in before[max(0, end - 8) : end]]  # what the next token is decoded behind
+        self._ids = [int(each) for each in before[max(0, end - 8) : end]]  # the next token is decoded behind these
         while self._ids and self._unsettled.search(self._decoded()):
             self._ids.pop()
         self._anchor()
 
     def add(self, token: int, last: bool = False) -> tuple[str, bool]:
-        """What one more token adds for certain, and whether the text ends at a stop string.
+        """The text that one more token adds for certain, and whether the whole ends at a stop string.
 
         What may still change, or become a stop string, waits; after the last token nothing does.
         """
-        before, self._ids = self._text, [*self._ids, token]
+        before = self._text
+        self._ids = [*self._ids, token]
         self._text = self._decoded()
         text = self._held + self._text[self._settled :]
-        if ends := [text.find(each) for each in self._stop if each in text]:
+        ends = [text.find(each) for each in self._stop if each in text]
+        if ends:
             return text[: min(ends)], True
+        if last:
+            return text, False
+        name = self._name(token)
         left_out = self._text == before  # a special token: it settles nothing
-        if last or (left_out and self._name(token) in self._stop):
-            return text, not last
-        if left_out or BYTE.fullmatch(self._name(token)) or self._unsettled.search(self._text):
+        if left_out and name in self._stop:
+            return text, True
+        if left_out or BYTE.fullmatch(name) or self._unsettled.search(self._text):
             return "", False
         self.length += len(self._text) - self._settled
         self._ids = self._ids[self._known :]
@@ -90,7 +99,8 @@ class Text:
 
     def _anchor(self) -> None:
         """Take what is decoded now as settled. It stays as long as it is what the next tokens are decoded behind."""
-        self._known, self._text = len(self._ids), self._decoded()
+        self._known = len(self._ids)
+        self._text = self._decoded()
         self._settled = len(self._text)
 
     def _decoded(self) -> str:
@@ -102,8 +112,13 @@ class Text:
 
 def _may_become(text: str, stops: Sequence[str]) -> int:
     """How many characters at the end of a text may be the beginning of a stop string."""
-    longest = [(stop, min(len(stop) - 1, len(text))) for stop in stops]
-    return max((n for stop, most in longest for n in range(1, most + 1) if text.endswith(stop[:n])), default=0)
+    longest = 0
+    for stop in stops:
+        most = min(len(stop) - 1, len(text))
+        for n in range(1, most + 1):
+            if text.endswith(stop[:n]):
+                longest = max(longest, n)
+    return longest
 
 
 def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
@@ -115,12 +130,14 @@ def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
     """
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
-    kinds = [rope] if "rope_type" in rope else [kind for kind in rope.values() if isinstance(kind, dict)]
-    return [
-        (kind["rope_type"], kind.get("original_max_position_embeddings") or config.max_position_embeddings)
-        for kind in kinds
-        if kind.get("rope_type") in ("longrope", "dynamic")
-    ]
+    kinds = [rope] if "rope_type" in rope else rope.values()  # one for all layers, or by the kind of a layer
+    changes = []
+    for kind in kinds:
+        name = kind.get("rope_type") if isinstance(kind, dict) else None
+        if name in ("longrope", "dynamic"):
+            length = kind.get("original_max_position_embeddings") or config.max_position_embeddings
+            changes.append((name, length))
+    return changes
 
 
 def longest_text(config: PreTrainedConfig, most: int | None = None) -> int:
@@ -129,5 +146,8 @@ def longest_text(config: PreTrainedConfig, most: int | None = None) -> int:
     Never more than ``most``, if it is given.
     """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    given = [] if most is None else [whole_number("max_model_len", most, 1)]
-    return min([longest, *given, *(length for _, length in rope_changes(config))])
+    bounds = [longest]
+    if most is not None:
+        bounds.append(whole_number("max_model_len", most, 1))
+    bounds += [length for _, length in rope_changes(config)]
+    return min(bounds)

@@ -5,6 +5,7 @@ import hashlib
 import os
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
@@ -41,27 +42,39 @@ class Diagnosis(Tabular):
         return [vars(check) for check in self.checks]
 
     def __repr__(self) -> str:
-        tally = {
-            status: sum(check.status == status for check in self.checks) for status in ("OK", "NOTE", "SKIP", "FAIL")
-        }
-        return "plpkg doctor: " + ", ".join(f"{n} {status}" for status, n in tally.items())
+        tally = Counter(check.status for check in self.checks)
+        return "plpkg doctor: " + ", ".join(f"{tally[status]} {status}" for status in ("OK", "NOTE", "SKIP", "FAIL"))
 
 
 def examine() -> Diagnosis:
     """Check Python, dependencies and what may break them, processors, data, fetched models, corpora and kernel."""
-    packages = check_python, check_dependencies, check_torchvision
-    checks = *packages, check_processors, check_data, check_models, check_corpora, check_kernel
-    return Diagnosis(tuple(each for check in checks for each in _outcome(check)))
+    checks = (
+        check_python,
+        check_dependencies,
+        check_torchvision,
+        check_processors,
+        check_data,
+        check_models,
+        check_corpora,
+        check_kernel,
+    )
+    found = []
+    for check in checks:
+        found += _outcome(check)
+    return Diagnosis(tuple(found))
 
 
 def _outcome(check: Callable) -> list[Check]:
-    """What a check finds; what it raises, of a damaged file say, is a finding as well."""
+    """The findings of a check; an error of it, of a damaged file say, is a finding as well."""
     try:
         found = check()
     except Exception as error:
+        name = check.__name__.removeprefix("check_")
         said = f"{type(error).__name__}: {error}"
-        found = Check(check.__name__.removeprefix("check_"), "FAIL", said, "restore or reinstall what that names")
-    return found if isinstance(found, list) else [found]
+        return [Check(name, "FAIL", said, "restore or reinstall what that names")]
+    if isinstance(found, list):
+        return found
+    return [found]
 
 
 def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Check:
@@ -78,12 +91,10 @@ def check_dependencies() -> list[Check]:
     extras = metadata.metadata("plpkg").get_all("Provides-Extra") or []
     for line in metadata.requires("plpkg") or []:
         requirement = Requirement(line)
-        marker = requirement.marker
-        extra = "" if marker is None or marker.evaluate({"extra": ""}) else None
-        if extra is None:
-            extra = next((name for name in extras if marker.evaluate({"extra": name})), None)
-        if extra is not None:  # else it is meant for another platform
-            checks.append(check_dependency(requirement, extra))
+        for extra in ("", *extras):  # "" is the package without extras; what is for another platform is in none
+            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+                checks.append(check_dependency(requirement, extra))
+                break
     return checks
 
 
@@ -128,10 +139,8 @@ def check_processors() -> list[Check]:
         return [*checks, Check("GPU", "FAIL", f"torch does not load: {error}", "reinstall torch")]
     if not torch.cuda.is_available():
         return [*checks, Check("GPU", "SKIP", "no CUDA device", "none needed: every notebook runs on the CPU")]
-    return [
-        *checks,
-        Check("GPU", "OK", ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))),
-    ]
+    names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return [*checks, Check("GPU", "OK", ", ".join(names))]
 
 
 def check_data() -> list[Check]:
@@ -179,15 +188,15 @@ def check_corpora() -> Check:
             recorded = list(csv.DictReader(file))
         from plpkg import corpora
 
-        splits = [row for name in ("public", *corpora.writers()) for row in corpora.writer(name).rows()]
+        splits = []
+        for name in ("public", *corpora.writers()):
+            splits += corpora.writer(name).rows()
     except (ImportError, FileNotFoundError) as error:
         return Check("corpora", "FAIL", str(error), "install the package with its dependencies and data")
     if not recorded:
         return Check("corpora", "FAIL", "data/measured/corpora.csv is empty", "restore data/ from the repository")
     expected = {(row["writer"], row["split"]): row["sha256"] for row in recorded}
-    differing = [
-        f"{r['writer']} {r['split']}" for r in splits if expected.get((r["writer"], r["split"])) != r["sha256"]
-    ]
+    differing = [row for row in splits if expected.get((row["writer"], row["split"])) != row["sha256"]]
     if not differing:
         return Check("corpora", "OK", f"{len(splits)} splits have the recorded text")
     changed = corpora.changed(recorded[0]["built_with"])

@@ -15,19 +15,27 @@ from plpkg.corpora.folder import named, read_utf8
 
 MAX_FILE_BYTES = 2**22
 """Of a file of notes: a thousand pages."""
+
 SUFFIXES = (".txt", ".md")
+
 LONGEST = 700
 """Characters of a passage: some 120 words, or 230 tokens of code."""
+
 OVERLAP = 200
 """Characters, at most, that the pieces of a long paragraph share."""
+
 MARGIN = 80
 """Characters of a line that an editor wraps."""
+
 PIECE = 200
 """Characters of a piece, if its first sentence is not longer."""
+
 HEADING = re.compile(r"(#{1,6})\s+(.*)")
 FENCE = re.compile(r"\s*(```|~~~)")
+
 ENDS = re.compile(r"\n+|[.!?][\"')]?\s+")
 """Of lines and sentences."""
+
 STRUCTURED = re.compile(r"\s|[-*+|>#=]|\d+[.)]\s|\[.?\]|.*[:,;]$|.*(\s\|\s|\t)")
 """How a line looks that belongs to those around it: of a list, a table, a quotation, code."""
 
@@ -55,7 +63,7 @@ class Excerpt:
 
     @property
     def read(self) -> str:
-        """What models get: the heading, then the text."""
+        """The heading, then the text: as models get it."""
         return f"{self.heading}\n{self.text}"
 
 
@@ -77,56 +85,73 @@ def _sections(file: Path, text: str) -> Iterator[tuple[str, list[tuple[int, int]
     name = os.fsencode(file.stem).decode(errors="replace")  # models take no name that is not UTF-8
     heading = name.replace("-", " ").replace("_", " ")
     above: dict[int, str] = {}  # the headings above, by their levels
-    blocks, alone = [], None
+    blocks = []
+    heading_line = None  # begin and end of the heading over these blocks; a file may begin without one
     for begin, end in _blocks(text):
         opened = HEADING.match(text[begin:end])
         if not opened:
             blocks.append((begin, end))
             continue
         level = len(opened[1])
-        if blocks or (alone and level <= max(above)):  # a heading over another one stands above its text
-            yield heading, blocks or [alone]
+        if blocks:
+            yield heading, blocks
+        elif heading_line and level <= max(above):  # nothing follows it; over a lower one it stands above its text
+            yield heading, [heading_line]
         above = {k: v for k, v in above.items() if k < level} | {level: opened[2]}
-        heading, blocks, alone = "\n".join(above.values()), [], (begin, end)
-    if blocks or alone:
-        yield heading, blocks or [alone]
+        heading = "\n".join(above.values())
+        heading_line = (begin, end)
+        blocks = []
+    if blocks:
+        yield heading, blocks
+    elif heading_line:
+        yield heading, [heading_line]
 
 
 def _blocks(text: str) -> Iterator[tuple[int, int]]:
-    """What blank lines divide, but for those within code, and each heading: begin and end in the text."""
-    begin, end, fenced = None, 0, False
+    """Begin and end, in the text, of each heading and of what blank lines divide; those within code divide nothing."""
+    begin = None  # of the block that is open
+    end = 0
+    in_code = False
     for line in re.finditer(r".*\n?", text):
         stripped = line[0].rstrip()
-        heading = bool(HEADING.match(stripped)) and not fenced
-        if begin is not None and (heading or not (stripped or fenced)):
+        line_end = line.start() + len(stripped)
+        is_heading = not in_code and HEADING.match(stripped)
+        is_blank = not in_code and not stripped
+        if begin is not None and (is_heading or is_blank):
             yield begin, end
             begin = None
-        if heading:
-            yield line.start(), line.start() + len(stripped)
+        if is_heading:
+            yield line.start(), line_end
         elif stripped:
-            begin = line.start() if begin is None else begin
-            end = line.start() + len(stripped)
-            fenced ^= bool(FENCE.match(stripped))
+            if begin is None:
+                begin = line.start()
+            end = line_end
+            if FENCE.match(stripped):
+                in_code = not in_code
     if begin is not None:
         yield begin, end
 
 
 def _packed(text: str, blocks: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
     """Join short blocks, cut long ones, and take lines apart that have nothing to do with each other."""
-    begin, end = blocks[0][0], blocks[0][0]
-    for block in blocks:
-        apart = _lines(text, block) if _is_lines(text[slice(*block)]) else None
-        if end > begin and (apart or block[1] - begin > LONGEST):
+    begin = end = blocks[0][0]  # of the short blocks that wait for more: as long as none does, they are equal
+    for block_begin, block_end in blocks:
+        of_lines = _is_lines(text[block_begin:block_end])
+        waiting = end > begin
+        if waiting and (of_lines or block_end - begin > LONGEST):
             yield begin, end
-            begin = block[0]
-        if apart:
-            yield from apart
-            begin = end = block[1]
-        elif block[1] - begin > LONGEST:
-            yield from _cut(text, begin, block[1])
-            begin = end = block[1]
+            begin = block_begin
+            waiting = False
+        if of_lines:
+            yield from _lines(text, block_begin, block_end)
+            begin = end = block_end
+        elif block_end - begin > LONGEST:
+            yield from _cut(text, begin, block_end)
+            begin = end = block_end
         else:
-            begin, end = (block[0] if begin == end else begin), block[1]
+            if not waiting:
+                begin = block_begin
+            end = block_end
     if end > begin:
         yield begin, end
 
@@ -138,23 +163,34 @@ def _is_lines(block: str) -> bool:
         return False
     # Prose that an editor has wrapped at a margin: the first word of the next line would not have fitted.
     margin = 0.85 * min(MARGIN, max(map(len, lines)))
-    full = sum(margin < len(line) + 1 + len(after.split()[0]) for line, after in itertools.pairwise(lines))
+    full = 0
+    for line, after in itertools.pairwise(lines):
+        next_word = after.split()[0]
+        if len(line) + 1 + len(next_word) > margin:
+            full += 1
     wrapped = full >= len(lines) / 2 and max(map(len, lines)) >= MARGIN / 2
-    return not wrapped and sum(len(line.split()) for line in lines) >= 4 * len(lines)
+    words = sum(len(line.split()) for line in lines)
+    return not wrapped and words >= 4 * len(lines)
 
 
-def _lines(text: str, block: tuple[int, int]) -> list[tuple[int, int]]:
-    return [(line.start(), line.end()) for line in re.compile(r"\S.*").finditer(text, *block)]
+def _lines(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
+    """Begin and end of each line between, without the white space that it begins with."""
+    for line in re.compile(r"\S.*").finditer(text, begin, end):
+        yield line.start(), line.end()
 
 
 def _cut(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
     """Windows of whole lines, or of sentences where a line is long, or of words where a sentence is."""
     ends = {end, *(found.end() for found in ENDS.finditer(text, begin, end))}
     while begin < end:
-        last = max((each for each in ends if begin < each <= begin + LONGEST), default=None)
-        if last is None:
-            space = text.rfind(" ", begin + 1, begin + LONGEST)
-            last = space + 1 if space > 0 else min(end, begin + LONGEST)
+        fitting = [each for each in ends if begin < each <= begin + LONGEST]
+        space = text.rfind(" ", begin + 1, begin + LONGEST)
+        if fitting:
+            last = max(fitting)
+        elif space > 0:
+            last = space + 1
+        else:
+            last = min(end, begin + LONGEST)
         yield begin, begin + len(text[begin:last].rstrip())
         if last >= end:
             return
@@ -164,8 +200,10 @@ def _cut(text: str, begin: int, end: int) -> Iterator[tuple[int, int]]:
 
 def pieces(text: str) -> Iterator[str]:
     """Cut a passage: whole lines and sentences, as many together as :data:`PIECE` characters hold."""
-    begin = last = 0
-    for end in (*(found.end() for found in ENDS.finditer(text)), len(text)):
+    begin = 0
+    last = 0  # the end of the last sentence that fits
+    ends = [found.end() for found in ENDS.finditer(text)]
+    for end in [*ends, len(text)]:
         if end - begin > PIECE and last > begin:
             yield text[begin:last].rstrip()
             begin = last
@@ -189,7 +227,9 @@ def read_folder(folder: str | Path) -> tuple[list[Excerpt], dict[Path, str]]:
     FileNotFoundError, NotADirectoryError
         There is no such folder.
     """
-    root, found, skipped = Path(folder), [], {}
+    root = Path(folder)
+    found = []
+    skipped = {}
     if not root.is_dir():
         missing = NotADirectoryError if root.exists() else FileNotFoundError
         raise missing(f"{root} is not a folder")
@@ -199,7 +239,10 @@ def read_folder(folder: str | Path) -> tuple[list[Excerpt], dict[Path, str]]:
 
     for where, subfolders, names in os.walk(root, onerror=unread):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for path in (Path(where, name) for name in sorted(names) if not name.startswith(".")):
+        for name in sorted(names):
+            if name.startswith("."):
+                continue
+            path = Path(where, name)
             file = path.relative_to(root)
             if path.suffix.lower() not in SUFFIXES:
                 skipped[file] = "neither .txt nor .md"

@@ -56,7 +56,10 @@ def endless(what: str, batches: Iterable) -> Iterator:
 
 
 def forget_images(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.Tensor | None]]:
-    """Let no image of an earlier prompt move positions, as vision-language models remember it; gives what they did."""
+    """Let no image of an earlier prompt move positions, as vision-language models remember it.
+
+    Returns what they remembered, by module.
+    """
     moved = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
     for module, _ in moved:
         module.rope_deltas = None
@@ -69,7 +72,8 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
     Nor do images of earlier prompts count: see :func:`forget_images`.
     """
-    modes, moved = [(module, module.training) for module in model.modules()], forget_images(model)
+    modes = [(module, module.training) for module in model.modules()]
+    moved = forget_images(model)
     model.eval()
     try:
         yield
@@ -95,7 +99,7 @@ def frozen(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _States(tuple):
-    """What a body returns: its states, and None for all else that a family hands on (router logits, shared keys)."""
+    """A body's output: its states, and None for all else that a family hands on (router logits, shared keys)."""
 
     def __getattr__(self, name: str) -> torch.Tensor | None:
         if name.startswith("__"):
@@ -108,11 +112,12 @@ class _Given(torch.nn.Module):
 
     def __init__(self, hidden: torch.Tensor) -> None:
         super().__init__()
-        self.hidden, self.called = hidden, False
+        self.hidden = hidden
+        self.called = False
 
     @property
     def decoder(self) -> "_Given":
-        """Which OPT calls instead of its body."""
+        """Itself: OPT calls its body's decoder instead of its body."""
         return self
 
     def forward(self, *_, **__) -> "_States":
@@ -121,18 +126,21 @@ class _Given(torch.nn.Module):
 
 
 def logits_of(model, hidden: torch.Tensor) -> torch.Tensor:
-    """What a causal language model makes of its body's last ``([batch,] tokens, hidden)`` states: ``(…, vocab)``.
+    """The logits that a causal language model makes of its body's last states: ``([batch,] tokens, vocab)``.
 
-    At least in float32. So that logits need not exist all at a time; a head's scale or soft cap is the model's own.
+    At least in float32. So that logits need not exist all at a time: ``hidden``, ``([batch,] tokens, hidden)``, may be
+    the states of some tokens. A head's scale or soft cap is the model's own.
     """
-    body = _Given(hidden if hidden.dim() == 3 else hidden[None])
+    with_batch = hidden if hidden.dim() == 3 else hidden[None]
+    body = _Given(with_batch)
     head = copy.copy(model)  # shares every tensor; the model itself is not touched, whatever thread uses it meanwhile
     head._modules = model._modules | {model.base_model_prefix: body}
     # The class's own forward: what others put around this model's (accelerate, torch.compile) would run the model.
     logits = type(model).forward(head, inputs_embeds=body.hidden, use_cache=False).logits
     if not body.called:
         raise ValueError(f"{type(model).__name__} does not call its own body: its head cannot be had alone")
-    return logits.view(*hidden.shape[:-1], logits.shape[-1]).to(torch.promote_types(logits.dtype, torch.float32))
+    precision = torch.promote_types(logits.dtype, torch.float32)
+    return logits.view(*hidden.shape[:-1], logits.shape[-1]).to(precision)
 
 
 def learn(
@@ -167,7 +175,8 @@ def learn(
         A loss is not finite. Nothing was updated with its gradient.
     """
     for step in steps:
-        loss, done = gradient(step), step + 1
+        loss = gradient(step)
+        done = step + 1
         if not math.isfinite(loss):
             raise FloatingPointError(f"the loss of step {done} is {loss}{remedy}")
         for optimizer in optimizers:
@@ -221,12 +230,18 @@ class TrainingRun:
         writes: bool = True,
     ) -> None:
         self._path = None if folder is None else folder / CHECKPOINT
-        self._steps, self._identity, self._every, self._writes = steps, identity, checkpoint_every, writes
+        self._steps = steps
+        self._identity = identity
+        self._every = checkpoint_every
+        self._writes = writes
         self._state = checkpoints.load(self._path, identity) if self._path else None
-        fresh = {"step": 0, "log": [], "facts": {}, "seconds": 0.0, "parts": {}}
-        self._state = self._state or fresh
-        self.done = self.saved = self._state["step"]
-        self.settled, self.log, self.facts = True, self._state["log"], self._state["facts"]
+        if self._state is None:
+            self._state = {"step": 0, "log": [], "facts": {}, "seconds": 0.0, "parts": {}}
+        self.done = self._state["step"]
+        self.saved = self.done
+        self.settled = True
+        self.log = self._state["log"]
+        self.facts = self._state["facts"]
 
     def begin(self, title: str, progress: bool, **parts) -> None:
         """Load the parts if there is a checkpoint, and show a bar.
@@ -239,11 +254,12 @@ class TrainingRun:
             What the steps change: modules, optimizers, whatever has ``state_dict`` and ``load_state_dict``.
         """
         self._parts = parts
-        saved = self._state.pop("parts")  # which else would stay in memory as long as the run
+        saved = self._state.pop("parts")  # they would stay in memory as long as the run
         if self.done:
             checkpoints.restore(parts, saved)
         self._began = time.perf_counter() - self._state["seconds"]
-        left, silent = range(self.done, self._steps), not (progress and self._writes)
+        left = range(self.done, self._steps)
+        silent = not (progress and self._writes)
         self.bar = tqdm(left, title, initial=self.done, total=self._steps, disable=silent)
 
     @property
@@ -261,13 +277,21 @@ class TrainingRun:
 
         for done, loss in learn(self.bar, noticed, optimizers, rate, **options):
             yield done, loss
-            self.done, self.settled = done, True
-            if self._path and self._writes and (done % self._every == 0 or done == self._steps):
+            self.done = done
+            self.settled = True
+            due = done % self._every == 0 or done == self._steps
+            if due and self._writes and self._path:
                 self.save()
 
     def save(self) -> None:
         """Write the checkpoint."""
-        state = {"identity": self._identity, "step": self.done, "log": self.log, "facts": self.facts}
-        state |= {"seconds": self.seconds, "parts": {name: part.state_dict() for name, part in self._parts.items()}}
+        state = {
+            "identity": self._identity,
+            "step": self.done,
+            "log": self.log,
+            "facts": self.facts,
+            "seconds": self.seconds,
+            "parts": {name: part.state_dict() for name, part in self._parts.items()},
+        }
         checkpoints.save(self._path, state)
         self.saved = self.done

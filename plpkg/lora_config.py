@@ -18,7 +18,7 @@ MAX_NAMES = 1024
 """A module is compared with each name of a list."""
 
 HARMLESS = "auto_mapping eva_config fan_in_fan_out inference_mode lora_dropout peft_version revision runtime_config"
-"""What does nothing in a trained adapter, whatever stands there. PEFT would import what auto_mapping names."""
+"""Fields that do nothing in a trained adapter, whatever they say. PEFT would import what auto_mapping names."""
 
 STORED = "4bit 8bit awq bf16 bnb fp16 fp8 gptq hf int4 int8 meta unsloth"
 """Words in a model's name for how its weights are stored, which do not make it another."""
@@ -28,9 +28,12 @@ FOLDERS = "base checkpoint checkpoints data model models output outputs results 
 
 
 def _listed(value: object) -> object:
+    """A list of what may stand alone in a configuration, or be left out."""
     if value is None:
         return []
-    return value if isinstance(value, list) else [value]
+    if isinstance(value, list):
+        return value
+    return [value]
 
 
 Count = Annotated[int, Field(ge=1)]
@@ -73,12 +76,15 @@ def read_fields(config: bytes) -> LoraFields:
         fields = LoraFields.model_validate(strict_json(config))
     except ValidationError as errors:
         first = errors.errors(include_url=False)[0]
-        raise ValueError(f"{first['loc'][0]}: {first['msg'][:100]}, got {shown(first['input'])}") from None
+        field = first["loc"][0]
+        raise ValueError(f"{field}: {first['msg'][:100]}, got {shown(first['input'])}") from None
     defaults = vars(LoraConfig())
     for name, value in fields.model_extra.items():
-        if value and value != defaults.get(name) and name not in HARMLESS.split():
-            what = "more than plain LoRA" if name in defaults else "no field of PEFT's"
-            raise ValueError(f"{shown(name)[1:-1]}={shown(value)} must be empty, since it is {what}")
+        says_nothing = not value or value == defaults.get(name)
+        if says_nothing or name in HARMLESS.split():
+            continue
+        what = "more than plain LoRA" if name in defaults else "no field of PEFT's"
+        raise ValueError(f"{shown(name)[1:-1]}={shown(value)} must be empty, since it is {what}")
     if not all(map(literal, fields.alpha_pattern or {})):
         names = shown(fields.alpha_pattern)
         raise ValueError(f"alpha_pattern={names} must have names of modules, not regular expressions")
@@ -93,13 +99,18 @@ def is_foreign(trained_on: str | None, base: str) -> bool:
     Only a name on the hub, OWNER/NAME, tells a model; any other may be a folder. Who publishes it, and how it is
     stored, does not count; a base in a folder has the names of its path, the hub's cache among them.
     """
-    hub = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", trained_on or "")
-    if hub is None or hub[1].lower() in FOLDERS.split():
+    on_the_hub = re.fullmatch(r"([A-Za-z0-9][\w.-]*)/([A-Za-z0-9][\w.-]*)", trained_on or "")
+    if on_the_hub is None:
         return False
-    return _words(hub[2]) not in [_words(part) for part in re.split(r"[/\\]|--", base)]
+    owner, name = on_the_hub.groups()
+    if owner.lower() in FOLDERS.split():
+        return False
+    names_of_base = [_words(part) for part in re.split(r"[/\\]|--", base)]
+    return _words(name) not in names_of_base
 
 
 def _words(name: str) -> list[str]:
+    """The words of a model's name, without those for how its weights are stored."""
     words = re.split(r"[-_.]", name.lower())
     return [word for word in words if word not in STORED.split()]
 
@@ -111,7 +122,7 @@ def literal(name: str) -> bool:
 
 @functools.lru_cache(2 * MAX_NAMES)
 def _end(name: str) -> re.Pattern:
-    """As PEFT takes it, for which a dot in a name is any character. Only a :func:`literal` name comes here."""
+    """The end of a path, as PEFT takes a name: a dot is any character. Only a :func:`literal` name comes here."""
     return re.compile(rf"(.*\.)?({name})$")
 
 
@@ -142,30 +153,44 @@ def adapted(fields: LoraFields, paths: list[str], linear: set[str], given: set[s
     """
     from peft.tuners.tuners_utils import check_target_module_exists
 
-    targets, excluded, layers = fields.target_modules, fields.exclude_modules or [], fields.layers_to_transform
-    named = isinstance(excluded, list)
-    if not named:
-        excluded = []
+    excluded = fields.exclude_modules or []
+    # PEFT's own rule, but where an expression decides, it allows everything.
+    rule = SimpleNamespace(
+        target_modules=fields.target_modules,
+        exclude_modules=excluded,
+        layers_to_transform=fields.layers_to_transform,
+        layers_pattern=fields.layers_pattern,
+        target_parameters=None,
+    )
+    by_name = True
+    if isinstance(excluded, str):
+        by_name = False
+        rule.exclude_modules = []
     if not all(map(literal, fields.layers_pattern)):
-        named = False
-        layers = []
-    if targets == "all-linear":
-        targets = linear
-    elif isinstance(targets, str):
-        named = False
-        targets = set(paths)
-    rule = SimpleNamespace(target_modules=targets, exclude_modules=excluded, target_parameters=None)
-    rule.layers_to_transform, rule.layers_pattern = layers, fields.layers_pattern
+        by_name = False
+        rule.layers_to_transform = []
+    if fields.target_modules == "all-linear":
+        rule.target_modules = linear
+    elif isinstance(fields.target_modules, str):
+        by_name = False
+        rule.target_modules = set(paths)
     allowed = {path for path in paths if check_target_module_exists(rule, path)}
-    if named:
+    if by_name:
         return allowed, allowed
-    layers = {_place(path)[0] for path in given}
-    kinds = {_place(path)[1] for path in given}
-    places = {path: _place(path) for path in allowed & linear}
-    return allowed, {path for path, (layer, kind) in places.items() if layer in layers and kind in kinds}
+    places = [_place(path) for path in given]
+    layers = {layer for layer, _ in places}
+    kinds = {kind for _, kind in places}
+    needed = set()
+    for path in allowed & linear:
+        layer, kind = _place(path)
+        if layer in layers and kind in kinds:
+            needed.add(path)
+    return allowed, needed
 
 
 def _place(path: str) -> tuple[str, str]:
     """A module's layer, and its kind: the path without the layer's number."""
     match = re.search(r"\.(\d+)\.", path)
-    return (match[1], path.replace(match[0], "..", 1)) if match else ("", path)
+    if match is None:
+        return "", path
+    return match[1], path.replace(match[0], "..", 1)

@@ -34,7 +34,7 @@ CATEGORIES = (
     "inputs",
     "temporaries",
 )
-"""What a storage is for. A new one is temporary until something says otherwise: autograd saves it
+"""The purposes of a storage. A new one is temporary until something says otherwise: autograd saves it
 (activation), it becomes a parameter's ``.grad`` (gradient), or :meth:`MemoryTimeline.label` is called."""
 
 MIB = 2**20
@@ -174,15 +174,19 @@ class MemoryTimeline(Tabular):
             An unknown category.
         """
         one_of("category", category, CATEGORIES)
-        for tensor in [part for whole in tensors for part in _dense_parts(whole)]:
-            self._see(tensor, category)
-            key = tensor.untyped_storage()._cdata
-            size, before = self._live[key]
-            if before != category:
-                self._live[key] = size, category
-                self._by_category[before] -= size
-                self._by_category[category] += size
-                self._note()
+        for tensor in tensors:
+            for part in _dense_parts(tensor):
+                self._label_storage(part, category)
+
+    def _label_storage(self, tensor: torch.Tensor, category: str) -> None:
+        self._see(tensor, category)
+        key = tensor.untyped_storage()._cdata
+        size, before = self._live[key]
+        if before != category:
+            self._live[key] = (size, category)
+            self._by_category[before] -= size
+            self._by_category[category] += size
+            self._note()
 
     def to_frame(self):
         """The timeline as a ``pandas.DataFrame``: a row an event, with its phase, MiB by category and in total."""
@@ -194,22 +198,27 @@ class MemoryTimeline(Tabular):
         return frame.rename_axis("event")
 
     def rows(self) -> list[dict]:
-        return [
-            {
+        if not self.phases:
+            peak = self.peak_bytes / MIB
+            return [{"phase": "none", "start_mib": 0.0, "peak_mib": peak, "increase_mib": 0.0, "end_mib": 0.0}]
+        rows = []
+        for phase in self.phases:
+            row = {
                 "phase": phase.name,
                 "start_mib": phase.start_bytes / MIB,
                 "peak_mib": phase.peak_bytes / MIB,
                 "increase_mib": phase.increase_bytes / MIB,
                 "end_mib": phase.end_bytes / MIB,
             }
-            for phase in self.phases
-        ] or [
-            {"phase": "none", "start_mib": 0.0, "peak_mib": self.peak_bytes / MIB, "increase_mib": 0.0, "end_mib": 0.0}
-        ]
+            rows.append(row)
+        return rows
 
     def __repr__(self) -> str:
-        parts = ", ".join(f"{phase.name} +{phase.increase_bytes / MIB:.2f}" for phase in self.phases)
-        return f"MemoryTimeline: peak {self.peak_bytes / MIB:.2f} MiB" + (f" ({parts} MiB)" if parts else "")
+        text = f"MemoryTimeline: peak {self.peak_bytes / MIB:.2f} MiB"
+        if self.phases:
+            parts = ", ".join(f"{phase.name} +{phase.increase_bytes / MIB:.2f}" for phase in self.phases)
+            text += f" ({parts} MiB)"
+        return text
 
     def _label_state(self, optimizer: torch.optim.Optimizer) -> None:
         tensors = [leaf for leaf in tree_leaves(dict(optimizer.state)) if isinstance(leaf, torch.Tensor)]
@@ -217,13 +226,16 @@ class MemoryTimeline(Tabular):
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
         for part in _dense_parts(tensor):
-            if self._live.get(part.untyped_storage()._cdata, (0, "temporaries"))[1] == "temporaries":
+            _, category = self._live.get(part.untyped_storage()._cdata, (0, "temporaries"))
+            if category == "temporaries":
                 self.label([part], "activations")
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
     def _see(self, tensor: torch.Tensor, category: str = "temporaries") -> None:
+        """Count a tensor's storage if it is new, or has another size; a known one stays of its category."""
         storage = tensor.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
+        key = storage._cdata
+        size = storage.nbytes()
         if key in self._live:
             known, category = self._live[key]
             if known == size:
@@ -231,7 +243,7 @@ class MemoryTimeline(Tabular):
             self._change(known, category, -1)  # resized in place
         else:
             weakref.finalize(storage, self._forget, key)
-        self._live[key] = size, category
+        self._live[key] = (size, category)
         self._change(size, category, +1)
 
     def _forget(self, key: int) -> None:
@@ -249,7 +261,9 @@ class MemoryTimeline(Tabular):
             self._note()
 
     def _note(self) -> None:
-        self._history.append((self._open[-1][0] if self._open else "", tuple(self._by_category.values())))
+        """Write down the sizes by category, under the innermost phase."""
+        phase = self._open[-1][0] if self._open else ""
+        self._history.append((phase, tuple(self._by_category.values())))
 
 
 class GradientLabel:

@@ -31,7 +31,7 @@ LOGGED = ("step", "tokens", "learning_rate", "loss", "validation_bits_per_byte",
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides the weights; the default is the one that made ``plpkg-small``.
+    """Everything that decides the weights; the default is the recipe that made ``plpkg-small``.
 
     Attributes
     ----------
@@ -69,7 +69,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in fields(self):  # NumPy's and torch's numbers as Python's: they go into files
             with contextlib.suppress(AttributeError, TypeError, ValueError, RuntimeError):
-                object.__setattr__(self, field.name, getattr(self, field.name).item())
+                value = getattr(self, field.name).item()
+                object.__setattr__(self, field.name, value)
         for name in ("num_layers", "hidden", "num_heads", "intermediate", "batch", "steps"):
             whole_number(name, getattr(self, name), 1)
         whole_number("num_kv_heads", self.num_kv_heads, 1, self.num_heads, "num_heads")
@@ -80,11 +81,13 @@ class Recipe:
         whole_number("warmup", self.warmup, 0)
         number("lr", self.lr, open_low=True)
         number("weight_decay", self.weight_decay)
-        for small, large in (("num_heads", "hidden"), ("num_kv_heads", "num_heads")):
-            if getattr(self, large) % getattr(self, small):
-                raise ValueError(f"{large}={getattr(self, large)} must be a multiple of {small}={getattr(self, small)}")
-        if self.hidden // self.num_heads % 2:
-            raise ValueError(f"rotary positions need heads of even width, got {self.hidden // self.num_heads}")
+        if self.hidden % self.num_heads:
+            raise ValueError(f"hidden={self.hidden} must be a multiple of num_heads={self.num_heads}")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(f"num_heads={self.num_heads} must be a multiple of num_kv_heads={self.num_kv_heads}")
+        head_width = self.hidden // self.num_heads
+        if head_width % 2:
+            raise ValueError(f"rotary positions need heads of even width, got {head_width}")
 
     @classmethod
     def changed(cls, changes: Sequence[str]) -> "Recipe":
@@ -95,19 +98,22 @@ class Recipe:
         ValueError
             No such field, or a value that it cannot have.
         """
+        known = tuple(field.name for field in fields(cls))
         values = {}
         for change in changes:
             name, _, text = change.partition("=")
-            one_of("the field to set", name, tuple(field.name for field in fields(cls)))
+            one_of("the field to set", name, known)
+            kind = type(getattr(cls, name))  # of the default
             try:
-                values[name] = type(getattr(cls, name))(text)
+                values[name] = kind(text)
             except ValueError:
                 raise ValueError(f"{name} must be a number, got {text!r}") from None
         return cls(**values)
 
     def lr_at(self, step: int) -> float:
         """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
-        return self.lr * learning.rising_and_falling(step, min(self.warmup, self.steps // 10), self.steps)
+        warmup = min(self.warmup, self.steps // 10)
+        return self.lr * learning.rising_and_falling(step, warmup, self.steps)
 
 
 def train_tokenizer(documents: Sequence[Document], vocab: int):
@@ -170,8 +176,13 @@ def build(recipe: Recipe):
 
 def optimizers(model, recipe: Recipe) -> list[torch.optim.Optimizer]:
     """Muon for the matrices between embedding and head, AdamW for the rest."""
-    hidden = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
+    hidden = []
+    rest = []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name:
+            hidden.append(parameter)
+        else:
+            rest.append(parameter)
     return [
         torch.optim.Muon(hidden, lr=recipe.lr, weight_decay=recipe.weight_decay, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(rest, lr=recipe.lr, betas=(0.9, 0.95), weight_decay=0.0),
@@ -251,7 +262,8 @@ def pretrain(
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")
-    encoded, held_out = corpora.encode(train, tokenizer), corpora.encode(validation, tokenizer)
+    encoded = corpora.encode(train, tokenizer)
+    held_out = corpora.encode(validation, tokenizer)
     Score.of(held_out, 0.0)  # nothing to score is said now, not at the first evaluation
     stream = corpora.batches(encoded, batch=recipe.batch, seq=recipe.seq, seed=recipe.seed, start=run.done)
 
@@ -262,8 +274,9 @@ def pretrain(
     out.mkdir(parents=True, exist_ok=True)
 
     def gradient(step: int) -> float:
-        ids = next(stream)[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
-        return _gradient(accelerator, autocast, model, ids, micro_batch)
+        windows = next(stream)  # of all processes
+        own = windows[accelerator.process_index :: accelerator.num_processes].to(accelerator.device)
+        return _gradient(accelerator, autocast, model, own, micro_batch)
 
     model.train()
     remedy = ", or its gradient: take another folder and a lower lr"
@@ -271,17 +284,33 @@ def pretrain(
         if main and (done % evaluate_every == 0 or done == recipe.steps):
             with autocast:
                 judged = score(raw, tokenizer, held_out, seq=recipe.seq, stride=recipe.seq)
-            row = (done, done * recipe.batch * recipe.seq, recipe.lr_at(done - 1), loss, judged.bits_per_byte)
-            run.log.append(dict(zip(LOGGED, (*row, run.seconds), strict=True)))
+            row = {
+                "step": done,
+                "tokens": done * recipe.batch * recipe.seq,
+                "learning_rate": recipe.lr_at(done - 1),
+                "loss": loss,
+                "validation_bits_per_byte": judged.bits_per_byte,
+                "seconds": run.seconds,
+            }
+            run.log.append(row)
             _save_log(out, run.log)
             run.bar.set_postfix(bits_per_byte=f"{judged.bits_per_byte:.3f}")
     if main:
         _save_log(out, run.log)
         raw.to(torch.bfloat16)
-        checkpoints.replace_files(out, lambda path: (raw.save_pretrained(path), tokenizer.save_pretrained(path)))
-        made = {"device": accelerator.device.type, "threads": torch.get_num_threads()}
-        made |= {"processes": accelerator.num_processes, "micro_batch": micro_batch}
-        made["versions"] = corpora.versions() | {"tokenizers": version("tokenizers")}
+
+        def write(folder: str) -> None:
+            raw.save_pretrained(folder)
+            tokenizer.save_pretrained(folder)
+
+        checkpoints.replace_files(out, write)
+        made = {
+            "device": accelerator.device.type,
+            "threads": torch.get_num_threads(),
+            "processes": accelerator.num_processes,
+            "micro_batch": micro_batch,
+            "versions": corpora.versions() | {"tokenizers": version("tokenizers")},
+        }
         facts = json.dumps(identity | {"run": made}, indent=2) + "\n"
         checkpoints.replace_file(out / "recipe.json", lambda path: path.write_text(facts, encoding="utf-8"))
     accelerator.wait_for_everyone()
@@ -296,14 +325,17 @@ def _gradient(accelerator, autocast, model, ids: torch.Tensor, micro_batch: int)
     pieces = ids.split(micro_batch)
     total = 0.0
     for i, piece in enumerate(pieces):
-        last = i == len(pieces) - 1
-        with contextlib.nullcontext() if last else accelerator.no_sync(model):
+        is_last = i == len(pieces) - 1  # with it the processes exchange their gradients
+        with contextlib.nullcontext() if is_last else accelerator.no_sync(model):
             with autocast:
-                loss = model(input_ids=piece, labels=piece, use_cache=False).loss * len(piece) / len(ids)
+                mean = model(input_ids=piece, labels=piece, use_cache=False).loss
+                loss = mean * len(piece) / len(ids)
             accelerator.backward(loss)
         total += loss.detach()
     norm = accelerator.clip_grad_norm_(model.parameters(), 1.0)
-    return accelerator.reduce(total, "mean").item() if torch.isfinite(norm) else norm.item()
+    if not torch.isfinite(norm):
+        return norm.item()
+    return accelerator.reduce(total, "mean").item()
 
 
 def _save_log(out: Path, rows: list[dict]) -> None:

@@ -1,4 +1,4 @@
-"""What Hugging Face's models call the linear layers that make query, key and value."""
+"""The names that Hugging Face's models have for the linear layers that make query, key and value."""
 
 QKV = ("q_proj", "k_proj", "v_proj")
 """Llama's and most others'."""

@@ -16,9 +16,9 @@ from plpkg.validation import whole_number
 LONGEST = 32
 """Tokens of an answer."""
 
-
 INSTRUCTION = "Extract the answer from the text. Reply with the shortest exact phrase."
 """The system line of a chat. Without one, some templates write their own: SmolLM2's does."""
+
 MOST_OTHERS = 5
 """Words beside the expected ones that a right answer may have: an answer that repeats its text is not right."""
 
@@ -67,7 +67,9 @@ def _chat(said: str, tokenizer) -> str:
     if INSTRUCTION not in rendered:  # others leave it out without a word
         turn = {"role": "user", "content": f"{INSTRUCTION}\n\n{said}"}
         rendered = tokenizer.apply_chat_template([turn], **options)
-    return rendered.removeprefix(tokenizer.bos_token) if _writes_bos(tokenizer) else rendered
+    if _writes_bos(tokenizer):  # it would stand there twice
+        rendered = rendered.removeprefix(tokenizer.bos_token)
+    return rendered
 
 
 def _writes_bos(tokenizer) -> bool:
@@ -123,7 +125,7 @@ def first_line(written: str) -> str:
 
 
 def answers(model, tokenizer, asked: Sequence[tuple[str, str]], *, batch: int = 16) -> list[str]:
-    """What a causal language model answers: its likeliest tokens up to the end of the line.
+    """The answers of a causal language model: its likeliest tokens up to the end of the line.
 
     Parameters
     ----------
@@ -165,23 +167,28 @@ class Reading:
 def readings(model, tokenizer, asked: Sequence[tuple[str, str]], *, batch: int = 16) -> list[Reading]:
     """As :func:`answers`, with how sure the model is: so several texts can be read, and the surest answer taken."""
     whole_number("batch", batch, 1)
-    rows = [token_ids(prompt(*pair, tokenizer), tokenizer) for pair in asked]
+    prompts = [token_ids(prompt(text, question, tokenizer), tokenizer) for text, question in asked]
     room = getattr(model.config, "max_position_embeddings", math.inf) - LONGEST
-    if rows and len(longest := max(rows, key=len)) > room:
-        raise ValueError(f"a prompt has {len(longest)} tokens, of which the model takes {room} before an answer")
-    first = tokenizer(UNKNOWN, add_special_tokens=False)["input_ids"][0]
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))  # alike lengths together: little padding
-    found = [Reading("", 0.0, 0.0)] * len(rows)
+    longest = max(map(len, prompts), default=0)
+    if longest > room:
+        raise ValueError(f"a prompt has {longest} tokens, of which the model takes {room} before an answer")
+    unknown = tokenizer(UNKNOWN, add_special_tokens=False)["input_ids"][0]
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # alike lengths together: little padding
+    found = {}
     with evaluating(model):
         for begin in range(0, len(order), batch):
             places = order[begin : begin + batch]
-            written, logits = _generated(model, tokenizer, [rows[i] for i in places])
+            written, logits = _generated(model, tokenizer, [prompts[i] for i in places])
             log_probs = logits.log_softmax(-1)  # (prompts, tokens, vocabulary)
             chosen = log_probs.gather(-1, written[..., None])[..., 0]  # (prompts, tokens)
-            for i, tokens, each, start in zip(places, written, chosen, log_probs[:, 0, first], strict=True):
-                end = _length(tokens, model, tokenizer)
-                found[i] = Reading(first_line(_decoded(tokens[:end], tokenizer)), float(each[:end].sum()), float(start))
-    return found
+            for row, i in enumerate(places):
+                end = _length(written[row], model, tokenizer)
+                found[i] = Reading(
+                    answer=first_line(_decoded(written[row, :end], tokenizer)),
+                    log_prob=float(chosen[row, :end].sum()),
+                    unknown=float(log_probs[row, 0, unknown]),
+                )
+    return [found[i] for i in range(len(prompts))]
 
 
 def _decoded(tokens: torch.Tensor, tokenizer) -> str:
@@ -196,7 +203,8 @@ def _line_ended(tokens: torch.Tensor, tokenizer) -> bool:
 def _length(tokens: torch.Tensor, model, tokenizer) -> int:
     """How many tokens were written until the line's or the text's end, the last of them included."""
     ends = model.generation_config.eos_token_id
-    ends = set(ends if isinstance(ends, list) else [ends])
+    if not isinstance(ends, list):
+        ends = [ends]
     for count in range(1, len(tokens) + 1):
         if int(tokens[count - 1]) in ends or _line_ended(tokens[:count], tokenizer):
             return count
@@ -204,7 +212,7 @@ def _length(tokens: torch.Tensor, model, tokenizer) -> int:
 
 
 def _generated(model, tokenizer, rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """What follows each prompt until all have ended: ``(prompts, tokens)``, and ``(prompts, tokens, vocab)`` logits."""
+    """Write behind each prompt until all have ended: ``(prompts, tokens)``, and ``(prompts, tokens, vocab)`` logits."""
     from transformers import StoppingCriteria
 
     class AfterLine(StoppingCriteria):
@@ -234,13 +242,15 @@ def _generated(model, tokenizer, rows: list[list[int]]) -> tuple[torch.Tensor, t
 
 
 def answer(model, tokenizer, text: str, question: str) -> str:
-    """What the model answers to one question; see :func:`answers`."""
-    return answers(model, tokenizer, [(text, question)])[0]
+    """The model's answer to one question; see :func:`answers`."""
+    (only,) = answers(model, tokenizer, [(text, question)])
+    return only
 
 
 def interval(right: int, total: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share, if what is counted is independent."""
-    share, z = right / total, 1.959964
+    z = 1.959964
+    share = right / total
     middle = share + z * z / (2 * total)
     half = z * math.sqrt(share * (1 - share) / total + (z / total) ** 2 / 4)
     scale = 1 + z * z / total
@@ -258,21 +268,28 @@ def words(text: str) -> list[str]:
     ``15``, nor is ``-5`` ``5``. Where nothing but small words is left ("on"), these stay, and so do signs ("@").
     """
     found = _all_words(text)
-    return [word for word in found if word not in SMALL] or found or text.split()
+    if not found:
+        return text.split()
+    telling = [word for word in found if word not in SMALL]
+    return telling or found
 
 
 def _all_words(text: str) -> list[str]:
+    """The words in lower case, small ones included; a number with its sign and its decimals is a word."""
     text = text.casefold().replace("\u2019", "'").replace("\u2212", "-")
-    text = re.sub(r"(?<=\w)'s\b", "", text)
-    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)
-    text = re.sub(r"(?<=\d):(?=\d)", ".", text)
+    text = re.sub(r"(?<=\w)'s\b", "", text)  # Ida's
+    text = re.sub(r"(?<=\d),(?=\d{3}\b)", "", text)  # 1,200
+    text = re.sub(r"(?<=\d):(?=\d)", ".", text)  # 6:40
     return re.findall(r"(?<![\w.])-\d[\w.]*\w|(?<![\w.])-\d|\d+(?:\.\d+)+\w*|\w+(?:'\w+)*", text)
 
 
 def contains(said: str, value: str) -> bool:
     """Whether the words of a value stand in what was said, one after the other."""
-    given, wanted = words(said), words(value)
-    return bool(wanted) and any(given[i : i + len(wanted)] == wanted for i in range(len(given)))
+    given = words(said)
+    wanted = words(value)
+    if not wanted:
+        return False
+    return any(given[i : i + len(wanted)] == wanted for i in range(len(given)))
 
 
 def right(said: str, accepted: str | Iterable[str], others: Iterable[str] = ()) -> bool:
@@ -289,10 +306,11 @@ def right(said: str, accepted: str | Iterable[str], others: Iterable[str] = ()) 
     """
     accepted = [accepted] if isinstance(accepted, str) else list(accepted)
     length = len(_all_words(said))  # small words count: else who repeats a short note would be right
-    for value in accepted:
-        if contains(said, value) and length <= len(_all_words(value)) + MOST_OTHERS:
-            return not any(contains(said, other) for other in others if not _part_of(other, accepted))
-    return False
+    short = [value for value in accepted if length <= len(_all_words(value)) + MOST_OTHERS]
+    if not any(contains(said, value) for value in short):
+        return False
+    against = [other for other in others if not _part_of(other, accepted)]
+    return not any(contains(said, other) for other in against)
 
 
 def _part_of(other: str, accepted: Iterable[str]) -> bool:

@@ -1,4 +1,4 @@
-"""What ``benchmarks/`` measured, as tables. Every number is *measured (recorded)*."""
+"""Tables of what ``benchmarks/`` measured. Every number is *measured (recorded)*."""
 
 from collections.abc import Mapping
 
@@ -32,8 +32,10 @@ def section(name: str, title: str):
     rows = catalog.measured(name)
     if "section" not in rows:
         raise ValueError(f"{name} has no sections: catalog.measured({name!r}) is all of it")
-    rows = rows[rows["section"] == one_of("title", title, tuple(rows["section"].unique()))]
-    return rows.drop(columns=list(ORIGIN), errors="ignore").dropna(axis=1, how="all").reset_index(drop=True)
+    one_of("title", title, tuple(rows["section"].unique()))
+    rows = rows[rows["section"] == title]
+    rows = rows.drop(columns=list(ORIGIN), errors="ignore").dropna(axis=1, how="all")
+    return rows.reset_index(drop=True)
 
 
 def table(name: str, rows: Mapping[str, Mapping], columns: Mapping[str, str], **same):
@@ -72,7 +74,11 @@ def table(name: str, rows: Mapping[str, Mapping], columns: Mapping[str, str], **
         if len(found) != 1:
             raise ValueError(f"{len(found)} rows of {name} have {same | values}; a table's row is one")
         row = found.iloc[0]
-        shown[title] = [_shown(100 * row[column] if "%" in new else row[column]) for new, column in columns.items()]
+        cells = []
+        for new, column in columns.items():
+            value = 100 * row[column] if "%" in new else row[column]
+            cells.append(_shown(value))
+        shown[title] = cells
     return pd.DataFrame.from_dict(shown, orient="index", columns=list(columns))
 
 
@@ -80,7 +86,9 @@ def _shown(value: object) -> object:
     """Three digits of a number, and whole from 100 on."""
     if not isinstance(value, float):
         return value
-    return f"{value:,.0f}" if abs(value) >= 100 or value == round(value) else f"{value:.3g}"
+    if abs(value) >= 100 or value == round(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
 
 
 def half_width(values) -> float:
@@ -94,4 +102,7 @@ def half_width(values) -> float:
     from scipy.stats import t
 
     n = values.count()
-    return float(t.ppf(0.975, n - 1) * values.std(ddof=1) / n**0.5) if n > 1 else float("nan")
+    if n < 2:
+        return float("nan")
+    standard_error = values.std(ddof=1) / n**0.5
+    return float(t.ppf(0.975, n - 1) * standard_error)

@@ -1,4 +1,4 @@
-"""What every result of the package can do: show itself as a table and hand over its data."""
+"""Results that show themselves as a table and hand over its data."""
 
 from html import escape
 
@@ -18,8 +18,12 @@ class Tabular:
 
     def _repr_html_(self) -> str:
         rows = self.rows()
-        head = "".join(f"<th>{escape(str(key))}</th>" for key in next(iter(rows), ()))
-        body = "".join("<tr>" + "".join(f"<td>{escape(shown(v))}</td>" for v in row.values()) + "</tr>" for row in rows)
+        columns = rows[0] if rows else ()
+        head = "".join(f"<th>{escape(str(column))}</th>" for column in columns)
+        body = ""
+        for row in rows:
+            cells = "".join(f"<td>{escape(shown(value))}</td>" for value in row.values())
+            body += f"<tr>{cells}</tr>"
         caption = f"<caption style='text-align: left; white-space: nowrap'>{escape(repr(self))}</caption>"
         return f"<table>{caption}<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
 

@@ -3,7 +3,6 @@
 Bits per byte compare models with different tokenizers, and a compressor; perplexity is per token and does not.
 """
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from plpkg.validation import whole_number
 
 @dataclass(frozen=True)
 class Score(Tabular):
-    """What a model needs to encode a text.
+    """The bits that a model needs to encode a text.
 
     Attributes
     ----------
@@ -131,8 +130,10 @@ def score(
     """
     documents = _encoded(documents, tokenizer)
     log_probs = token_log_probs(model, tokenizer, documents, seq=seq, stride=stride, batch=batch, reading=reading)
-    # In float64: a document's sum would lose digits of its tokens.
-    nats = sum(-each[d.scored[1:]].double().sum().item() for d, each in zip(documents, log_probs, strict=True))
+    nats = 0.0
+    for document, each in zip(documents, log_probs, strict=True):
+        scored = each[document.scored[1:]]
+        nats -= scored.double().sum().item()  # in float64: a document's sum would lose digits of its tokens
     return Score.of(documents, nats / math.log(2))
 
 
@@ -146,7 +147,7 @@ def token_log_probs(
     batch: int = 16,
     reading: Reading | None = None,
 ) -> list[torch.Tensor]:
-    """What :func:`score` adds up, with the same arguments: the natural logarithm of each token's probability.
+    """The natural logarithm of each token's probability: :func:`score` adds them up, and takes the same arguments.
 
     Returns
     -------
@@ -169,17 +170,21 @@ def token_log_probs(
 def _after(reading: Reading, model, document: Tokens) -> torch.Tensor:
     """A document's :func:`token_log_probs` after what was read."""
     log_probs = torch.full((max(0, len(document) - 1),), math.nan)  # (tokens - 1,)
-    begins = int(len(document) > 0 and not document.num_bytes[0])  # it stands for no text: the text began before
-    if document.scored[1:].any():
-        found = reading.score(model, document.ids[None, begins:].to(model.device))  # (prompts, tokens - begins)
-        if len(found) != 1:
-            raise ValueError(f"a document goes on from one prompt, and this is a reading of {len(found)}")
-        scored = document.scored[1:]
-        log_probs[scored] = found[0, 1 - begins :].float().cpu()[scored]
+    scored = document.scored[1:]
+    if not scored.any():
+        return log_probs
+    # A first token that stands for no text says that a text begins; this one has begun before.
+    begin = 1 if document.num_bytes[0] == 0 else 0
+    found = reading.score(model, document.ids[None, begin:].to(model.device))  # (prompts, tokens - begin)
+    if len(found) != 1:
+        raise ValueError(f"a document goes on from one prompt, and this is a reading of {len(found)}")
+    of_others = found[0, 1 - begin :].float().cpu()  # (tokens - 1,): without the first token's, which is not scored
+    log_probs[scored] = of_others[scored]
     return log_probs
 
 
 def _encoded(documents: Iterable[Document | str | Tokens], tokenizer) -> list[Tokens]:
+    """Documents as tokens, where they are not yet."""
     if isinstance(documents, str | Document | Tokens):
         raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
     return [d if isinstance(d, Tokens) else encode([d], tokenizer)[0] for d in documents]
@@ -190,12 +195,21 @@ def _predictions(
     model, documents: list[Tokens], seq: int | None, stride: int | None, batch: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Batch by batch the logits ``(scored, vocab)``, what followed, and its place among all documents' tokens."""
+    vocab = model.config.vocab_size
     positions = getattr(model.config, POSITIONS, None)
-    seq = whole_number("seq", min(512, positions or 512) if seq is None else seq, 2, positions, POSITIONS)
-    stride = whole_number("stride", seq // 2 if stride is None else stride, 1, seq, "seq")
-    batch = min(whole_number("batch", batch, 1), max(1, LOGITS // (seq * model.config.vocab_size)))
-    firsts = itertools.accumulate(map(len, documents), initial=0)
-    windows = [w for first, d in zip(firsts, documents, strict=False) for w in _windows(d, seq, stride, first)]
+    if seq is None:
+        seq = min(512, positions or 512)
+    seq = whole_number("seq", seq, 2, positions, POSITIONS)
+    if stride is None:
+        stride = seq // 2
+    stride = whole_number("stride", stride, 1, seq, "seq")
+    most_windows = max(1, LOGITS // (seq * vocab))
+    batch = min(whole_number("batch", batch, 1), most_windows)
+    windows = []
+    first = 0  # the place of a document's first token among all documents' tokens
+    for document in documents:
+        windows += _windows(document, seq, stride, first)
+        first += len(document)
     windows.sort(key=lambda window: -len(window[0]))  # alike lengths together: little padding
     was_training = model.training
     model.eval()
@@ -203,7 +217,7 @@ def _predictions(
         for i in range(0, len(windows), batch):
             ids, scored, places = zip(*windows[i : i + batch], strict=True)
             ids = pad_sequence(ids, batch_first=True)  # (batch, seq + 1)
-            if not 0 <= ids.min() <= ids.max() < (vocab := model.config.vocab_size):
+            if ids.min() < 0 or ids.max() >= vocab:
                 raise ValueError(
                     f"a text has the tokens {ids.min()} to {ids.max()}, and the model's vocabulary {vocab}"
                 )

@@ -12,7 +12,6 @@ each time, so that nothing is found that is no longer there.
 """
 
 import hashlib
-import itertools
 import os
 import shutil
 import sqlite3
@@ -30,8 +29,10 @@ from plpkg import catalog, wheels
 from plpkg.excerpts import Excerpt, of_file, pieces, read_folder
 
 DIMENSIONS = 384
+
 MOST_TOKENS = 256
 """Of a text that the model was made for; what is longer is cut off, so passages are shorter."""
+
 WORDS = 0.04
 """The weight of BM25's score beside the cosine."""
 
@@ -108,20 +109,21 @@ class Vectors:
             database.executemany("DELETE FROM vectors WHERE digest = ?", [(digest,) for digest in gone])
             new = {digest: text for digest, text in zip(digests, texts, strict=True) if digest not in kept}
             order = sorted(new, key=lambda digest: len(new[digest]))
-            bar = tqdm(total=len(new), desc="embedding", unit="text", disable=not progress or len(new) <= batch)
-            with bar:
+            silent = not progress or len(new) <= batch
+            with tqdm(total=len(new), desc="embedding", unit="text", disable=silent) as bar:
                 for begin in range(0, len(order), batch):
                     some = order[begin : begin + batch]
-                    rows = [vector.tobytes() for vector in embed([new[digest] for digest in some])]
-                    kept |= zip(some, rows, strict=True)
-                    database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", zip(some, rows, strict=True))
+                    vectors = embed([new[digest] for digest in some])
+                    rows = [(digest, vector.tobytes()) for digest, vector in zip(some, vectors, strict=True)]
+                    database.executemany("INSERT OR REPLACE INTO vectors VALUES (?, ?)", rows)
+                    kept |= dict(rows)
                     bar.update(len(some))
         joined = b"".join(kept[digest] for digest in digests)
         return np.frombuffer(joined, dtype=np.float32).reshape(len(texts), DIMENSIONS)
 
 
 class Index:
-    """What a question is compared with.
+    """Passages as a question is compared with them: by their vectors, by those of their pieces, and by their words.
 
     Parameters
     ----------
@@ -140,15 +142,21 @@ class Index:
 
     def __init__(self, some: Sequence[Excerpt], embed: Callable[[list[str]], np.ndarray]) -> None:
         whole = [passage.read for passage in some]
-        parts = [list(pieces(passage.text)) for passage in some]
-        self._begins = np.cumsum([0, *(len(each) for each in parts[:-1])])  # of each passage's pieces
-        vectors = embed(whole + list(itertools.chain.from_iterable(parts)))
-        self.whole, self._pieces = vectors[: len(some)], vectors[len(some) :]
+        parts = []
+        begins = []  # where each passage's pieces begin among all pieces
+        for passage in some:
+            begins.append(len(parts))
+            parts += pieces(passage.text)
+        vectors = embed(whole + parts)
+        self.whole = vectors[: len(some)]
+        self._pieces = vectors[len(some) :]  # (pieces, 384)
+        self._begins = np.array(begins)
         self.words = bm25(whole)
 
     def meaning(self, asked: np.ndarray) -> np.ndarray:
         """For each passage, the mean of two cosines to a question's vector: the whole's, and its nearest piece's."""
-        return (self.whole @ asked + np.maximum.reduceat(self._pieces @ asked, self._begins)) / 2
+        nearest = np.maximum.reduceat(self._pieces @ asked, self._begins)  # (passages,)
+        return (self.whole @ asked + nearest) / 2
 
 
 @dataclass(frozen=True)
@@ -183,7 +191,8 @@ class Search:
     """
 
     def __init__(self, folder: str | Path, embed: Embedder | None = None, *, progress: bool = True) -> None:
-        self.folder, self._progress = Path(folder), progress
+        self.folder = Path(folder)
+        self._progress = progress
         self.passages, self.skipped = read_folder(folder)
         self._embed = embed or Embedder()
         self._vectors = Vectors(self.folder)
@@ -213,7 +222,8 @@ class Search:
             return []
         (asked,) = self._embed([question])
         scores = self._index.meaning(asked) + WORDS * self._index.words(question)  # (passages,)
-        return [Found(self.passages[i], float(scores[i])) for i in np.argsort(-scores, kind="stable")[:most]]
+        best = np.argsort(-scores, kind="stable")[:most]
+        return [Found(self.passages[i], float(scores[i])) for i in best]
 
 
 def bm25(texts: list[str]):
@@ -232,7 +242,9 @@ def bm25(texts: list[str]):
 
     def scores(question: str) -> np.ndarray:
         (asked,) = tokens([question])
-        return index.get_scores(asked) if asked else nothing
+        if not asked:  # stop words alone
+            return nothing
+        return index.get_scores(asked)
 
     return scores
 

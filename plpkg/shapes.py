@@ -5,6 +5,7 @@ configuration says is then checked against the modules that are really there, be
 configurations of new architectures keep their old fields and mean something else by them.
 """
 
+import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -78,31 +79,47 @@ def _dimensions(config) -> dict:
         raise ValueError(f"it has no single number of attention heads, but {heads!r}")
     for name in ("num_attention_heads", "num_hidden_layers", "hidden_size", "vocab_size"):
         whole_number(name, getattr(config, name), 1)
-    kinds = {kind for kind in getattr(config, "layer_types", None) or () if isinstance(kind, str)}
-    if others := sorted(kind for kind in kinds if kind == "linear_attention" or not kind.endswith("_attention")):
-        raise ValueError(f"it has layers that are not one attention block each: {', '.join(others)}")
+    others = set()
+    for kind in getattr(config, "layer_types", None) or ():
+        if isinstance(kind, str) and (kind == "linear_attention" or not kind.endswith("_attention")):
+            others.add(kind)
+    if others:
+        raise ValueError(f"it has layers that are not one attention block each: {', '.join(sorted(others))}")
     # Falcon and GPTBigCode say "multi_query" where others say num_key_value_heads=1.
     multi_query = getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False)
     kv_heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_kv_heads", None) or heads
-    names = ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "dff")
-    given = next((value for key in names if (value := getattr(config, key, None))), None)
-    if isinstance(given, (list, tuple)):  # one width a layer
-        given = max(given)
+    intermediate = _first(config, ("intermediate_size", "ffn_hidden_size", "ffn_dim", "n_inner", "dff"))
+    if isinstance(intermediate, (list, tuple)):  # one width a layer
+        intermediate = max(intermediate)
+    if not intermediate:
+        # GPT-2's n_inner=None means four times hidden; MPT calls the factor expansion_ratio.
+        intermediate = getattr(config, "expansion_ratio", 4) * config.hidden_size
     return dict(
         num_layers=config.num_hidden_layers,
         hidden=config.hidden_size,
         num_heads=heads,
         num_kv_heads=1 if multi_query else kv_heads,
         head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        # GPT-2's n_inner=None means four times hidden; MPT calls the factor expansion_ratio.
-        intermediate=given or getattr(config, "expansion_ratio", 4) * config.hidden_size,
+        intermediate=intermediate,
         vocab=config.vocab_size,
     )
 
 
+def _first(config, names: tuple[str, ...]) -> object:
+    """The first of these fields that a configuration has and that is not 0 or None."""
+    for name in names:
+        value = getattr(config, name, None)
+        if value:
+            return value
+    return None
+
+
 def _experts(config) -> dict:
-    total = next((value for key in EXPERTS if (value := getattr(config, key, None))), 1)
-    chosen = getattr(config, "num_experts_per_tok", None) or (1 if total == 1 else None)
+    """The experts of a layer, and how many of them a token meets; 1 and 1 in a dense model."""
+    total = _first(config, EXPERTS) or 1
+    chosen = getattr(config, "num_experts_per_tok", None)
+    if not chosen and total == 1:
+        chosen = 1
     if not isinstance(total, int) or not isinstance(chosen, int):
         raise ValueError(
             f"it has no single number of experts and of those that a token meets, but {total!r}, {chosen!r}"
@@ -124,10 +141,13 @@ def _windows(config) -> dict:
     windows = [layer.sliding_window for layer in layers if layer.is_sliding]
     if len(set(windows)) > 1:
         raise ValueError(f"it has no single sliding window, but {sorted(set(windows))}")
-    return dict(sliding_window=windows[0] if windows else 0, num_sliding_layers=len(windows))
+    if not windows:
+        return dict(sliding_window=0, num_sliding_layers=0)
+    return dict(sliding_window=windows[0], num_sliding_layers=len(windows))
 
 
 def _count_on_meta(config, whole, num_experts: int) -> dict:
+    """Count the weights of the model that ``config`` describes: the language part of ``whole``, or all of it."""
     from transformers import AutoModel, AutoModelForCausalLM, AutoModelForMultimodalLM
     from transformers.models.auto.modeling_auto import (
         MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -140,15 +160,16 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
     if not (encoder or causal or type(whole) in MODEL_FOR_MULTIMODAL_LM_MAPPING):
         raise ValueError("it is not a language model")
     speaks = AutoModelForCausalLM if causal else AutoModelForMultimodalLM
-    model = _on_meta(config, AutoModel if encoder or config is not whole else speaks)
+    headless = encoder or config is not whole
+    model = _on_meta(config, AutoModel if headless else speaks)
     embedding = model.get_input_embeddings().weight  # (vocab, hidden)
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    # All experts of a layer lie in one tensor, (num_experts, …), or each in its own module.
-    routed = sum(
-        parameter.numel()
-        for path, parameter in model.named_parameters()
-        if "experts" in path.split(".") or (num_experts > 1 and parameter.ndim == 3 and len(parameter) == num_experts)
-    )
+    routed = 0
+    for path, parameter in model.named_parameters():
+        # All experts of a layer lie in one tensor, (num_experts, …), or each in its own module.
+        together = num_experts > 1 and parameter.ndim == 3 and len(parameter) == num_experts
+        if together or "experts" in path.split("."):
+            routed += parameter.numel()
     if bool(routed) != (num_experts > 1):
         raise ValueError(f"its configuration says {num_experts} experts a layer, and {routed} weights are theirs")
     tied = encoder  # which has no head of its own
@@ -157,21 +178,28 @@ def _count_on_meta(config, whole, num_experts: int) -> dict:
         head = speaker.get_output_embeddings()
         tied = head.weight is speaker.get_input_embeddings().weight
         if speaker is not model:  # the head sits outside of the language part, and the whole says whether it is tied
-            parameters += sum(parameter.numel() for parameter in head.parameters()) - tied * embedding.numel()
-    names = {name for group in PROJECTIONS for name in group}
-    widths = [
-        module.nf if hasattr(module, "nf") else module.out_features
-        for path, module in model.named_modules()
-        if path.rsplit(".", 1)[-1] in names and getattr(module, "weight", None) is not None
-    ]
+            parameters += sum(parameter.numel() for parameter in head.parameters())
+            if tied:
+                parameters -= embedding.numel()
     return dict(
         tied_embeddings=tied,
         encoder=encoder,
         parameters=parameters,
         expert_parameters=routed,
-        attention_width=sum(widths),
+        attention_width=_attention_width(model),
         embedding_shape=tuple(embedding.shape),
     )
+
+
+def _attention_width(model) -> int:
+    """The output widths of all layers' query, key and value projections together."""
+    names = set(itertools.chain.from_iterable(PROJECTIONS))
+    total = 0
+    for path, module in model.named_modules():
+        is_projection = path.rsplit(".", 1)[-1] in names and getattr(module, "weight", None) is not None
+        if is_projection:
+            total += module.nf if hasattr(module, "nf") else module.out_features  # nf: of GPT-2's Conv1D
+    return total
 
 
 def _on_meta(config, kind):
@@ -184,12 +212,13 @@ def _on_meta(config, kind):
 
 def reason(error: Exception, config=None) -> str:
     """An exception of transformers as a clause; of a value that it does not know, with the field that has it."""
-    if isinstance(error, KeyError) and error.args:
-        for name, value in _fields(vars(config) if config else {}):
+    if isinstance(error, KeyError) and error.args and config:
+        for name, value in _fields(vars(config)):
             if value == error.args[0]:
                 return f"{name} must be one that transformers knows, got {shown(value)}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    text = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])[:200]
+    count = 2 if lines and lines[0].endswith(":") else 1  # the first may only announce the second
+    text = " ".join(lines[:count])[:200]
     if isinstance(error, KeyError) or not text:
         return f"{type(error).__name__} {text}".strip()
     return text

@@ -16,30 +16,46 @@ from typing import NamedTuple
 
 from plpkg.validation import shown
 
-MAX_HEADER_BYTES, MAX_TENSORS, MAX_CONFIG_BYTES, MAX_BYTES = 2**20, 4096, 2**16, 2**31
+MAX_HEADER_BYTES = 2**20
+MAX_TENSORS = 4096
+MAX_CONFIG_BYTES = 2**16
+MAX_BYTES = 2**31
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-"""What weights are made of."""
+"""The numbers that weights are made of, and their bytes."""
 MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
 
 
 def sentences(faults: dict[str, list[str]]) -> list[str]:
     """Reasons with the names that they hold for, as sentences: one for each reason, however many names it has."""
-    short = {reason: ", ".join(map(shown, names[:3])) for reason, names in faults.items()}
-    more = {reason: f" and {len(names) - 3} more" if len(names) > 3 else "" for reason, names in faults.items()}
-    return [f"{short[reason]}{more[reason]}: {reason}" if short[reason] else reason for reason in faults]
+    said = []
+    for reason, names in faults.items():
+        if not names:
+            said.append(reason)
+            continue
+        short = ", ".join(map(shown, names[:3]))
+        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        said.append(f"{short}{more}: {reason}")
+    return said
 
 
 def brief(reasons: list[str]) -> str:
     """Reasons as one sentence of about 300 characters at most: the first ones, and how many more there are."""
-    shown, rest = reasons[0][:280], reasons[1:]
-    while rest and len(shown) + len(rest[0]) < 280:
-        shown += f"; {rest.pop(0)}"
-    return f"{shown}; and {len(rest)} more" if rest else shown
+    text = reasons[0][:280]
+    rest = reasons[1:]
+    while rest and len(text) + len(rest[0]) < 280:
+        text += f"; {rest.pop(0)}"
+    if rest:
+        text += f"; and {len(rest)} more"
+    return text
 
 
 def printable(text: str) -> str:
-    """What others have written, without what a terminal would obey; lines stay."""
-    return "".join(c if c.isprintable() or c == "\n" else "\ufffd" for c in text.expandtabs(4))
+    """Text of others without the characters that a terminal would obey; lines stay."""
+    characters = []
+    for c in text.expandtabs(4):
+        visible = c.isprintable() or c == "\n"
+        characters.append(c if visible else "\ufffd")
+    return "".join(characters)
 
 
 def open_regular(path: Path):
@@ -61,11 +77,15 @@ def open_regular(path: Path):
 def read_file(path: Path, limit: int) -> bytearray:
     """Read all of a file of at most ``limit`` bytes, unless it changes meanwhile."""
     with open_regular(path) as file:
-        size, done = os.fstat(file.fileno()).st_size, 0
+        size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"{path.name} has {size:,} bytes, at most {limit:,} are allowed")
         content = bytearray(size)
-        while done < size and (count := file.readinto(memoryview(content)[done:])):
+        done = 0
+        while done < size:
+            count = file.readinto(memoryview(content)[done:])
+            if not count:
+                break
             done += count
         if done < size or file.read(1):
             raise ValueError(f"{path.name} changed while it was read")
@@ -76,7 +96,9 @@ def read_header(path: Path) -> tuple[bytes, int]:
     """Read the first 8 + N bytes of a safetensors file; with them comes the size of the whole file."""
     with open_regular(path) as file:
         start = file.read(8)
-        return start + file.read(header_length(start)), os.fstat(file.fileno()).st_size
+        header = start + file.read(header_length(start))
+        size = os.fstat(file.fileno()).st_size
+        return header, size
 
 
 def header_length(start: bytes) -> int:
@@ -84,12 +106,14 @@ def header_length(start: bytes) -> int:
     length = int.from_bytes(start[:8], "little")
     if len(start) >= 8 and 2 <= length <= MAX_HEADER_BYTES:
         return length
-    # The kind only explains: a valid length can begin with the same bytes.
-    kind = next(
-        (f" (they begin like {kind})" for magic, kind in MAGIC.items() if bytes(start[:8]).startswith(magic)), ""
-    )
     what = f"give their header {length:,} bytes" if len(start) >= 8 else f"are {len(start)} bytes"
-    raise ValueError(f"the weights {what}, and no header of 2 to {MAX_HEADER_BYTES:,}{kind}")
+    # The kind only explains: a valid length can begin with the same bytes.
+    hint = ""
+    for magic, kind in MAGIC.items():
+        if bytes(start[:8]).startswith(magic):
+            hint = f" (they begin like {kind})"
+            break
+    raise ValueError(f"the weights {what}, and no header of 2 to {MAX_HEADER_BYTES:,}{hint}")
 
 
 def strict_json(data: bytes) -> dict:
@@ -119,13 +143,17 @@ def require_characters(data: bytes, value: object) -> None:
 
 
 def _unique(pairs: list[tuple]) -> dict:
-    if len(result := dict(pairs)) == len(pairs):
-        return result
-    names = set()
-    raise ValueError(f"{shown(next(name for name, _ in pairs if name in names or names.add(name)))} stands there twice")
+    """A JSON object of its names and values; json itself would keep the last of two with one name."""
+    values = {}
+    for name, value in pairs:
+        if name in values:
+            raise ValueError(f"{shown(name)} stands there twice")
+        values[name] = value
+    return values
 
 
 def _number(text: str) -> int | float:
+    """A JSON number. Python's json would take NaN, Infinity, and integers of any length, which take long to parse."""
     if len(text) > 40 or not math.isfinite(float(text)):
         raise ValueError(f"{shown(text)} is not a finite number of at most 40 characters")
     return int(text) if text.lstrip("-").isdigit() else float(text)
@@ -146,52 +174,91 @@ def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
     Without reasons, the tensors cover the rest of the file, each byte once; with some, they are those described.
     """
     try:
-        body = size - 8 - header_length(header)
-        if body < 0 or len(header) < size - body:
-            raise ValueError(f"it ends after {min(size, len(header)):,} of {size - body:,} bytes")
-        if header[8:9] != b"{":  # JSON would allow a space here, safetensors does not
-            raise ValueError(f"it begins with {shown(bytes(header[8:9]))}, not with a brace")
-        table = strict_json(header[8 : size - body])
-        if (count := len(table) - ("__metadata__" in table)) > MAX_TENSORS:
-            raise ValueError(f"it has {count:,} tensors, at most {MAX_TENSORS:,} are allowed")
+        table, body = _table(header, size)
     except ValueError as error:
         text = str(error)
         return {}, [text if text.startswith("the weights") else f"the header of the weights: {text}"]
-    faults, sound, spans = {}, {}, []
+    faults: dict[str, list[str]] = {}  # the names that a reason holds for; none, if it is of the whole header
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         faults[f"__metadata__ may only hold strings, got {shown(metadata)}"] = []
+    found = {}
+    spans = []
     for name, row in table.items():
-        dtype, shape, span = map((row if isinstance(row, dict) else {}).get, ("dtype", "shape", "data_offsets"))
-        reason = None
-        if span_fits := _whole(span, 0, body) and len(span) == 2 and span[0] <= span[1]:
-            spans.append(span)
-        if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
-            reason = f"an entry is a dtype, a shape and data_offsets, got {shown(row)}"
-        elif not span_fits:
-            reason = f"data_offsets={shown(span)} is no range of the {body:,} bytes after the header"
-        elif not _whole(shape, 1, size) or not 1 <= len(shape) <= 8:
-            # few and small ones, so that their product is small, too
-            reason = f"shape={shown(shape)} is not a tensor's in this file"
-        elif not isinstance(dtype, str) or dtype not in ITEM_BYTES:
-            reason = f"dtype={shown(dtype)} is not one of {', '.join(ITEM_BYTES)}"
-        else:
-            sound[name] = Entry(dtype, tuple(shape), *span)
-            if span[1] - span[0] != (expected := math.prod(shape) * ITEM_BYTES[dtype]):
-                reason = f"{dtype} of shape {shape} has {expected:,} bytes, data_offsets={span}"
-        if reason:
+        reason = _row_fault(row, size, body)
+        if reason is None:
+            entry = Entry(row["dtype"], tuple(row["shape"]), *row["data_offsets"])
+            found[name] = entry
+            reason = _length_fault(entry)
+        if reason is not None:
             faults.setdefault(reason, []).append(name)
+        span = row.get("data_offsets") if isinstance(row, dict) else None
+        if _is_span(span, body):
+            spans.append(span)
+    if len(spans) == len(table):  # else a hole is only the place of a tensor whose range is not known
+        hole = _hole(spans, body)
+        if hole is not None:
+            faults[hole] = []
+    return found, sentences(faults)
+
+
+def _table(header: bytes, size: int) -> tuple[dict, int]:
+    """The JSON object of a header, and how many bytes of tensors follow it; ValueError if it is none."""
+    body = size - 8 - header_length(header)
+    if body < 0 or len(header) < size - body:
+        raise ValueError(f"it ends after {min(size, len(header)):,} of {size - body:,} bytes")
+    if header[8:9] != b"{":  # JSON would allow a space here, safetensors does not
+        raise ValueError(f"it begins with {shown(bytes(header[8:9]))}, not with a brace")
+    table = strict_json(header[8 : size - body])
+    count = len(table) - ("__metadata__" in table)
+    if count > MAX_TENSORS:
+        raise ValueError(f"it has {count:,} tensors, at most {MAX_TENSORS:,} are allowed")
+    return table, body
+
+
+def _row_fault(row: object, size: int, body: int) -> str | None:
+    """Why a row of the table describes no tensor in a file of ``size`` bytes, of which ``body`` follow the header."""
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "data_offsets"}:
+        return f"an entry is a dtype, a shape and data_offsets, got {shown(row)}"
+    dtype = row["dtype"]
+    shape = row["shape"]
+    if not _is_span(row["data_offsets"], body):
+        return f"data_offsets={shown(row['data_offsets'])} is no range of the {body:,} bytes after the header"
+    # Few and small dimensions, so that their product is small, too.
+    if not _whole(shape, 1, size) or not 1 <= len(shape) <= 8:
+        return f"shape={shown(shape)} is not a tensor's in this file"
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        return f"dtype={shown(dtype)} is not one of {', '.join(ITEM_BYTES)}"
+    return None
+
+
+def _length_fault(entry: Entry) -> str | None:
+    """Why a tensor's range has not the bytes of its shape."""
+    expected = math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+    if entry.end - entry.begin == expected:
+        return None
+    span = [entry.begin, entry.end]
+    return f"{entry.dtype} of shape {list(entry.shape)} has {expected:,} bytes, data_offsets={span}"
+
+
+def _hole(spans: list[list[int]], body: int) -> str | None:
+    """Where ranges of bytes do not cover ``body`` bytes, each once."""
     position = 0
-    for begin, end in [*sorted(spans), [body, body]] if len(spans) == len(table) else []:
+    for begin, end in [*sorted(spans), [body, body]]:
         if begin != position:
             what = "overlap" if begin < position else "leave a gap"
-            faults[f"the tensors {what}: bytes {min(begin, position):,} to {max(begin, position):,} of {body:,}"] = []
-            break
+            return f"the tensors {what}: bytes {min(begin, position):,} to {max(begin, position):,} of {body:,}"
         position = end
-    return sound, sentences(faults)
+    return None
+
+
+def _is_span(value: object, body: int) -> bool:
+    """Whether it is [begin, end], a range of ``body`` bytes."""
+    return _whole(value, 0, body) and len(value) == 2 and value[0] <= value[1]
 
 
 def _whole(values: object, low: int, high: int) -> bool:
+    """Whether it is a list of whole numbers between these; True, which Python counts as 1, is none."""
     return isinstance(values, list) and all(type(value) is int and low <= value <= high for value in values)
 
 
@@ -200,7 +267,10 @@ def read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict:
     try:
         return strict_json(read_file(path, limit))
     except ValueError as error:
-        raise ValueError(str(error) if str(error).startswith(path.name) else f"{path.name}: {error}") from None
+        text = str(error)
+        if not text.startswith(path.name):
+            text = f"{path.name}: {text}"
+        raise ValueError(text) from None
 
 
 def read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
@@ -215,9 +285,9 @@ def read_tensors(path: Path) -> tuple[dict, str]:
     """Read a safetensors file of finite numbers: its tensors by name, views of it, and its SHA-256 in hex."""
     header, size = read_header(path)
     found, reasons = entries(header, size)
-    odd = [name for name, each in found.items() if (len(header) + each.begin) % ITEM_BYTES[each.dtype]]
-    if odd:  # a view could not be had, and a copy would double the memory
-        reasons += sentences({"is not aligned as safetensors writes it": odd})
+    misaligned = [name for name, each in found.items() if (len(header) + each.begin) % ITEM_BYTES[each.dtype]]
+    if misaligned:  # a view could not be had, and a copy would double the memory
+        reasons += sentences({"is not aligned as safetensors writes it": misaligned})
     if not reasons:
         content = read_file(path, MAX_BYTES)
         if len(content) != size or content[: len(header)] != header:
@@ -225,8 +295,9 @@ def read_tensors(path: Path) -> tuple[dict, str]:
     if reasons:
         raise ValueError(brief(reasons))
     tensors = {name: tensor(content, entry) for name, entry in found.items()}
-    if wrong := [name for name, values in tensors.items() if not finite(values)]:
-        raise ValueError(sentences({"has values that are not finite in float32": wrong})[0])
+    infinite = [name for name, values in tensors.items() if not finite(values)]
+    if infinite:
+        raise ValueError(sentences({"has values that are not finite in float32": infinite})[0])
     return tensors, hashlib.sha256(content).hexdigest()
 
 
@@ -235,9 +306,11 @@ def tensor(weights: bytearray, entry: Entry):
     import torch
 
     dtypes = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-    dtype, begin = dtypes[entry.dtype], 8 + header_length(weights) + entry.begin
-    if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not
-        weights, begin = weights[begin : begin + entry.end - entry.begin], 0
+    dtype = dtypes[entry.dtype]
+    begin = 8 + header_length(weights) + entry.begin
+    if begin % dtype.itemsize:  # torch wants its numbers aligned, safetensors does not: a copy is
+        weights = weights[begin : begin + entry.end - entry.begin]
+        begin = 0
     return torch.frombuffer(weights, dtype=dtype, count=math.prod(entry.shape), offset=begin).view(entry.shape)
 
 
@@ -253,8 +326,9 @@ def finite(values, dtype=None, scale: float = 1.0) -> bool:
 def misfits(given: Mapping[str, tuple[int, ...]], needed: Mapping[str, tuple[int, ...]]) -> list[str]:
     """Why tensors of these names and shapes are not exactly those that are needed."""
     faults: dict[str, list[str]] = {}
-    for name in [name for name in needed if name not in given]:
-        faults.setdefault("is missing", []).append(name)
+    missing = [name for name in needed if name not in given]
+    if missing:
+        faults["is missing"] = missing
     for name, shape in given.items():
         if name not in needed:
             faults.setdefault("does not belong here", []).append(name)

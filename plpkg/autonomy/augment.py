@@ -53,7 +53,7 @@ def eda(
     number("p", p, high=1.0)
     if isinstance(sentence, str):
         raise ValueError(f"a sentence must be a sequence of words, got {sentence[:60]!r}")
-    words, found = list(sentence), {}
+    words = list(sentence)
 
     def one(options: Sequence):
         return options[int(torch.randint(len(options), (), generator=generator))]
@@ -61,27 +61,42 @@ def eda(
     def several(options: Sequence, count: int) -> list:
         return [options[k] for k in torch.randperm(len(options), generator=generator)[:count].tolist()]
 
+    found: dict[int, Sequence[str]] = {}  # a word's place: its synonyms
     if operation in ("synonym", "insert"):
         if synonyms is None:
             raise ValueError(f"operation={operation!r} needs synonyms, got None")
-        found = {k: synonyms(word) for k, word in enumerate(words) if word.lower() not in STOP_WORDS}
-        if text := [options for options in found.values() if isinstance(options, str)]:
-            raise ValueError(f"synonyms of a word must be a sequence of words, got {text[0][:60]!r}")
-        found = {k: options for k, options in found.items() if len(options)}
+        found = _synonyms(words, synonyms)
     if operation == "synonym":
         for k in several(list(found), n):
             words[k] = one(found[k])
     elif operation == "insert" and found:
         for _ in range(n):
-            words.insert(one(range(len(words) + 1)), one(found[one(list(found))]))
+            place = one(range(len(words) + 1))
+            of_word = one(list(found))
+            words.insert(place, one(found[of_word]))
     elif operation == "swap" and len(words) > 1:
         for _ in range(n):
             i, j = several(range(len(words)), 2)
             words[i], words[j] = words[j], words[i]
     elif operation == "delete" and words:
         stays = torch.rand(len(words), generator=generator) >= p  # (words,)
-        words = [word for word, stay in zip(words, stays.tolist(), strict=True) if stay] or [one(words)]
+        left = [word for word, stay in zip(words, stays.tolist(), strict=True) if stay]
+        words = left or [one(words)]
     return words
+
+
+def _synonyms(words: list[str], synonyms: Callable[[str], Sequence[str]]) -> dict[int, Sequence[str]]:
+    """By its place, the synonyms of each word that has any."""
+    found = {}
+    for k, word in enumerate(words):
+        if word.lower() in STOP_WORDS:
+            continue
+        options = synonyms(word)
+        if isinstance(options, str):
+            raise ValueError(f"synonyms of a word must be a sequence of words, got {options[:60]!r}")
+        if len(options):
+            found[k] = options
+    return found
 
 
 def augment_images(
@@ -108,26 +123,32 @@ def augment_images(
     ValueError
         Images of another kind, or a number out of range.
     """
-    if images.dim() != 4 or not images.is_floating_point() or not ((images >= 0) & (images <= 1)).all():
+    of_kind = images.dim() == 4 and images.is_floating_point()
+    if not of_kind or not ((images >= 0) & (images <= 1)).all():
         what = f"{images.dtype} {tuple(images.shape)}"
         raise ValueError(f"images must be floats from 0 to 1, (images, channels, height, width), got {what}")
     flag("flip", flip)
-    sides, draw = images.shape[2:], dict(generator=generator)
-    turn, zoom, side = 2 * torch.rand(3, len(images), **draw) - 1  # (images,) each, from -1 to 1
-    turn, zoom = math.radians(number("degrees", degrees, high=180)) * turn, 1 + number("scale", scale, high=0.9) * zoom
+    sides = images.shape[2:]
+    turn, zoom, side = 2 * torch.rand(3, len(images), generator=generator) - 1  # (images,) each, from -1 to 1
+    turn = math.radians(number("degrees", degrees, high=180)) * turn
+    zoom = 1 + number("scale", scale, high=0.9) * zoom
     mirror = 1 - 2 * flip * side.gt(0)  # (images,)
     limit = whole_number("translate", translate, 0, min(sides))
-    moved = torch.randint(-limit, limit + 1, (len(images), 2), **draw)  # (images, 2)
-    window = torch.randint(whole_number("crop", crop, 0, min(sides) - 1) + 1, (len(images), 2), **draw) - crop / 2
+    moved = torch.randint(-limit, limit + 1, (len(images), 2), generator=generator)  # (images, 2)
+    crop = whole_number("crop", crop, 0, min(sides) - 1)
+    window = torch.randint(crop + 1, (len(images), 2), generator=generator) - crop / 2  # (images, 2)
     result = images.clone()  # (images, channels, height, width)
     if flip or degrees or scale or crop or translate:
-        cos, sin = turn.cos() / zoom, turn.sin() / zoom
+        cos = turn.cos() / zoom
+        sin = turn.sin() / zoom
         back = torch.stack([mirror * cos, -mirror * sin, sin, cos], 1).view(-1, 2, 2)  # of a pixel's way, x before y
         size = torch.tensor(sides[::-1])  # (2,)
         # From pixels to the grid's -1 to 1, which are as far apart on a long side as on a short one.
-        theta = torch.cat([back * (size - crop), back @ (window - moved).unsqueeze(2) * 2], 2) / size[:, None]
+        scaled = back * (size - crop)  # (images, 2, 2)
+        offset = back @ (window - moved).unsqueeze(2) * 2  # (images, 2, 1)
+        theta = torch.cat([scaled, offset], 2) / size[:, None]
         grid = affine_grid(theta.to(images), images.shape, align_corners=False)  # (images, height, width, 2)
         result = grid_sample(images, grid, padding_mode="border", align_corners=False)
     if number("noise", noise):
-        result += noise * torch.randn(images.shape, **draw).to(images)
+        result += noise * torch.randn(images.shape, generator=generator).to(images)
     return result.clamp_(0, 1)

@@ -13,11 +13,13 @@ def days_until(seconds: float, windows: Iterable[tuple[float, float]], checkpoin
 
     What one window leaves goes on in the next; each loses ``checkpoint_s``, to load the model and its checkpoint.
     """
-    left, overhead = number("seconds", seconds, open_low=True), number("checkpoint_s", checkpoint_s)
+    left = number("seconds", seconds, open_low=True)
+    overhead = number("checkpoint_s", checkpoint_s)
     for start, end in windows:
-        if left <= end - start - overhead:
+        usable = end - start - overhead
+        if left <= usable:
             return (start + overhead + left) / DAY
-        left -= max(0.0, end - start - overhead)
+        left -= max(0.0, usable)
     return None
 
 

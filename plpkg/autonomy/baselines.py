@@ -1,4 +1,4 @@
-"""What personal learning on the device is compared with, those that the AutLearn paper left out included.
+"""Schemes that learning on the device is compared with, also those that the AutLearn paper left out.
 
 All begin with the same public model, except who has none. Of each person as many batches are learnt from in every
 scheme: ``steps``. Pooled learning makes a step of that batch for each person's; what has two stages gives half to each.
@@ -26,7 +26,7 @@ from plpkg.validation import whole_number
 
 People = Mapping[str, Person]
 Models = dict[str, nn.Module]
-WEIGHTS = 5.0, 20.0, 80.0
+WEIGHTS = (5.0, 20.0, 80.0)
 """Of the public model beside the counts, from which the validation data choose."""
 
 
@@ -37,7 +37,10 @@ def public_only(model: nn.Module, people: People) -> Models:
 
 def personal(model: nn.Module, people: People, scope: str = "head", **settings) -> Models:
     """Each learns alone from the public model: AutLearn; settings are those of :class:`plpkg.autonomy.Task`."""
-    return {name: transfer(model, p.train, p.validation, scope, **settings).model for name, p in people.items()}
+    models = {}
+    for name, person in people.items():
+        models[name] = transfer(model, person.train, person.validation, scope, **settings).model
+    return models
 
 
 def local_only(model: nn.Module, people: People, *, seed: int = 0, **settings) -> Models:
@@ -48,9 +51,8 @@ def local_only(model: nn.Module, people: People, *, seed: int = 0, **settings) -
 def cloud_train(model: nn.Module, people: People, *, steps: int = 200, batch: int = 16, **settings) -> Models:
     """One model for all, of everybody's data, which the cloud then has."""
     train, validation = _pooled(people)
-    return public_only(
-        transfer(model, train, validation, "all", steps=steps, batch=batch * len(people), **settings).model, people
-    )
+    pooled = transfer(model, train, validation, "all", steps=steps, batch=batch * len(people), **settings)
+    return dict.fromkeys(people, pooled.model)
 
 
 def cloud_customize(model: nn.Module, people: People, *, steps: int = 200, **settings) -> Models:
@@ -75,26 +77,29 @@ def fed_avg(
     stay the public model's.
     """
     whole_number("rounds", rounds, 1, steps, "steps")
-    state, labels = None, {name: person.train.labels for name, person in people.items()}
-    if not sum(labels.values()):
+    labels = {name: person.train.labels for name, person in people.items()}
+    total = sum(labels.values())
+    if not total:
         raise ValueError(f"nobody of {len(people)} people has a label that counts")
-    models = [personal_copy(model, "all")[0]]
+    shares = {name: count / total for name, count in labels.items()}
+    state = None  # the last mean; before the first round the public model's
+    copied, _ = personal_copy(model, "all")
+    models = [copied]
     for k in range(rounds):
-        states = {
-            name: transfer(
-                model, person.train, None, "all", start=state,
-                steps=steps * (k + 1) // rounds - steps * k // rounds, seed=seed * rounds + k, **settings,
-            ).state
-            for name, person in people.items()
-        }  # fmt: skip
-        first, share = next(iter(states.values())), {name: n / sum(labels.values()) for name, n in labels.items()}
-        state = {key: sum(share[name] * states[name][key] for name in people) for key in first}
-        models.append(personal_copy(model, "all", state=state)[0])
+        of_round = dict(steps=steps * (k + 1) // rounds - steps * k // rounds, seed=seed * rounds + k)
+        states = {}
+        for name, person in people.items():
+            states[name] = transfer(model, person.train, None, "all", start=state, **of_round, **settings).state
+        parameters = next(iter(states.values()))
+        state = {key: sum(shares[name] * states[name][key] for name in people) for key in parameters}
+        averaged, _ = personal_copy(model, "all", state=state)
+        models.append(averaged)
     validation = [person.validation for person in people.values() if person.validation]
     if patience is None or not validation:
-        return public_only(models[-1], people)
-    loss = lambda candidate: sum(evaluate(candidate, each).loss for each in validation)  # noqa: E731 (a key)
-    return public_only(min(models, key=loss), people)
+        return dict.fromkeys(people, models[-1])
+    losses = [sum(evaluate(candidate, each).loss for each in validation) for candidate in models]
+    best = models[losses.index(min(losses))]
+    return dict.fromkeys(people, best)
 
 
 def fed_avg_tuned(model: nn.Module, people: People, *, steps: int = 200, **settings) -> Models:
@@ -109,7 +114,9 @@ class WithCounts(nn.Module):
 
     def __init__(self, model: nn.Module, counts: Counts, weight: float) -> None:
         super().__init__()
-        self.model, self.counts, self.weight = model, counts, weight
+        self.model = model
+        self.counts = counts
+        self.weight = weight
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -125,9 +132,10 @@ def counts(model: nn.Module, people: People) -> Models:
 
     ValueError: somebody without validation data.
     """
+    for name, person in people.items():
+        if person.validation is None:
+            raise ValueError(f"{name!r} has no validation data, which decide the weight of counts")
     mixed = {}
-    if lacking := [name for name, person in people.items() if person.validation is None]:
-        raise ValueError(f"{lacking[0]!r} has no validation data, which decide the weight of counts")
     for name, person in people.items():
         table = Counts(_sequences(person.train))
         choices = [WithCounts(model, table, weight) for weight in WEIGHTS]
@@ -138,14 +146,24 @@ def counts(model: nn.Module, people: People) -> Models:
 def _sequences(examples: Examples) -> Iterator[torch.Tensor]:
     """The ids of each sample, its last label included."""
     for x, y in zip(examples.x, examples.y, strict=True):
-        length = int((y != IGNORED).nonzero().max()) + 1 if (y != IGNORED).any() else 0
+        labelled = (y != IGNORED).nonzero()
+        if not len(labelled):
+            yield x[:0]
+            continue
+        length = int(labelled.max()) + 1
         yield torch.cat([x[:length], y[length - 1 : length]])
 
 
 def _pooled(people: People) -> tuple[Examples, Examples | None]:
+    """Everybody's training data, and everybody's validation data if there are any."""
+    train = Examples.joined(person.train for person in people.values())
     validation = [person.validation for person in people.values() if person.validation]
-    return Examples.joined(p.train for p in people.values()), Examples.joined(validation) if validation else None
+    return train, Examples.joined(validation) if validation else None
 
 
 def _each_own(models: Models, people: People, **settings) -> Models:
-    return {name: personal(models[name], {name: person}, "all", **settings)[name] for name, person in people.items()}
+    """Each learns on from their model, all of it."""
+    learnt = {}
+    for name, person in people.items():
+        learnt |= personal(models[name], {name: person}, "all", **settings)
+    return learnt

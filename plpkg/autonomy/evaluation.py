@@ -56,11 +56,14 @@ def evaluate(model: nn.Module, examples: Examples) -> Evaluation:
 
 def judge(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Examples) -> Evaluation:
     """As :func:`evaluate`, of a function that gives the logits ``(labels, classes)`` of a batch."""
-    loss, right, count = 0.0, 0, examples.labels
+    count = examples.labels
     if not count:
         raise ValueError(f"no label to evaluate in {examples}")
+    loss = 0.0
+    right = 0
     for batch in examples.chunks():
-        predicted, labels = logits_of_labels(batch).float(), batch.y[batch.y != IGNORED]
+        predicted = logits_of_labels(batch).float()
+        labels = batch.y[batch.y != IGNORED]
         loss += cross_entropy(predicted, labels, reduction="sum").item()
         right += int((predicted.argmax(-1) == labels).sum())
     if not math.isfinite(loss):  # the first choice among NaNs would be class 0, which may be right

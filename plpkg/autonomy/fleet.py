@@ -64,20 +64,20 @@ def fleet(
     workers = whole_number("workers", os.cpu_count() if workers is None else workers, 1)
     whole_number("chunk", chunk, 1)
     whole_number("len(people)", len(people), 1)
-    names, done = list(people), {}
+    names = list(people)
     if len(set(names)) < len(names):
         name, count = Counter(names).most_common(1)[0]
         raise ValueError(f"{count} people have the name {name!r}")
     if "people" in (identity or {}):
         raise ValueError(f"identity has people={identity['people']!r}, where the hash of all names stands")
-    identity = (identity or {}) | {"people": hashlib.sha256(repr(names).encode()).hexdigest()[:16]}
+    digest = hashlib.sha256(repr(names).encode()).hexdigest()
+    identity = (identity or {}) | {"people": digest[:16]}
+    done = {}
     if folder is not None:
         folder = checkpoints.private_folder(folder)
-        files = [path for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")]
-        for path in sorted({path.with_suffix(".safetensors") for path in files}):
-            done |= checkpoints.load(path, identity)["results"]
+        done = _finished(folder, identity)
     left = [name for name in names if name not in done]
-    chunks = ({name: people[name] for name in left[i : i + chunk]} for i in range(0, len(left), chunk))
+    chunks = _chunks(people, left, chunk)
     if engine == "ray" and left:
         finished = _ray(chunks, learn, workers, math.ceil(len(left) / chunk), progress)
     else:
@@ -85,17 +85,36 @@ def fleet(
     with tqdm(total=len(names), initial=len(done), disable=not progress, desc="people") as bar:
         for results in finished:
             if folder is not None:
-                if odd := [name for name, each in results.items() if not isinstance(each, dict)]:
-                    raise ValueError(f"learn must make a dict, and made {shown(results[odd[0]])} for {odd[0]!r}")
-                path = folder / f"{names.index(next(iter(results))):06d}.safetensors"  # nobody is in two files
+                for name, each in results.items():
+                    if not isinstance(each, dict):
+                        raise ValueError(f"learn must make a dict, and made {shown(each)} for {name!r}")
+                number = names.index(next(iter(results)))  # of the first one's: nobody is in two files
+                path = folder / f"{number:06d}.safetensors"
                 checkpoints.save(path, {"identity": identity, "results": results})
             done |= results
             bar.update(len(results))
     return {name: done[name] for name in names}
 
 
+def _finished(folder: Path, identity: dict) -> dict[str, dict]:
+    """The results in a folder's files. :func:`plpkg.checkpoints.load` refuses a pickle that has such a file's name."""
+    paths = {path.with_suffix(".safetensors") for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")}
+    done = {}
+    for path in sorted(paths):
+        done |= checkpoints.load(path, identity)["results"]
+    return done
+
+
+def _chunks(people: Mapping[str, object], names: list[str], size: int) -> Iterator[dict[str, object]]:
+    """People's data, ``size`` of them at a time, asked for when their turn comes."""
+    for begin in range(0, len(names), size):
+        yield {name: people[name] for name in names[begin : begin + size]}
+
+
 def _learned(people: dict[str, object], learn: Callable[[str, object], dict]) -> dict[str, dict]:
-    threads, results = torch.get_num_threads(), {}
+    """Each one's result, on one thread."""
+    threads = torch.get_num_threads()
+    results = {}
     torch.set_num_threads(1)
     try:
         for name, data in people.items():
@@ -108,7 +127,7 @@ def _learned(people: dict[str, object], learn: Callable[[str, object], dict]) ->
 
 
 def _cost(people: int, tasks: int, workers: int, sent: int, data: int) -> str:
-    """What Ray's tasks take, as far as it is known before they start; ``people`` and bytes are those of the first."""
+    """A sentence about Ray's tasks, of what is known before they start; ``people`` and bytes are those of the first."""
     return (
         f"{tasks:,} tasks of {people} people, {min(tasks, workers)} at a time, each in a process with one core: "
         f"a process gets {sent / 1e6:,.3f} MB (learn, and its model), a task {data / 1e6:,.3f} MB of data."
@@ -118,6 +137,7 @@ def _cost(people: int, tasks: int, workers: int, sent: int, data: int) -> str:
 def _ray(
     chunks: Iterator[dict], learn: Callable[[str, object], dict], workers: int, tasks: int, progress: bool
 ) -> Iterator[dict[str, dict]]:
+    """Each chunk's results, in the order in which Ray has them."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -126,16 +146,22 @@ def _ray(
     if progress:
         first = next(chunks)
         chunks = itertools.chain([first], chunks)
-        sent, data = (len(ray.cloudpickle.dumps(each)) for each in (learn, first))  # as Ray sends them
-        start = " Ray starts first, which may take half a minute." * started
-        tqdm.write(_cost(len(first), tasks, workers, sent, data) + start, file=sys.stderr)
+        sent = len(ray.cloudpickle.dumps(learn))  # as Ray sends it
+        data = len(ray.cloudpickle.dumps(first))
+        said = _cost(len(first), tasks, workers, sent, data)
+        if started:
+            said += " Ray starts first, which may take half a minute."
+        tqdm.write(said, file=sys.stderr)
     if started:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=workers, object_store_memory=2**28)
     try:
-        task, learn, running = ray.remote(max_retries=3)(_learned), ray.put(learn), {}
+        task = ray.remote(max_retries=3)(_learned)
+        learn = ray.put(learn)
+        running = {}  # tasks, and the names of their people
         while True:
-            for people in itertools.islice(chunks, 2 * workers - len(running)):  # one for each worker waits
+            room = 2 * workers - len(running)  # a task for each worker, and one that waits
+            for people in itertools.islice(chunks, room):
                 running[task.remote(people, learn)] = ", ".join(map(repr, people))
             if not running:
                 return

@@ -60,6 +60,7 @@ class MobileNet(nn.Module):
 
 
 def _convolution(n_in: int, n_out: int, kernel: int = 3, stride: int = 1, groups: int = 1) -> Iterator[nn.Module]:
+    """A convolution that keeps height and width (over ``stride``), its BatchNorm and its ReLU."""
     yield nn.Conv2d(n_in, n_out, kernel, stride, padding=kernel // 2, groups=groups, bias=False)
     yield nn.BatchNorm2d(n_out)
     yield nn.ReLU()
@@ -88,10 +89,12 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def logits(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What any of the learners makes of ``x``: ``(batch, ..., classes)``."""
+    """The logits that any of the learners makes of ``x``: ``(batch, ..., classes)``."""
     model = plain(model)
     with _known(model, x):
-        return model(input_ids=x, use_cache=False).logits if isinstance(model, PreTrainedModel) else model(x)
+        if isinstance(model, PreTrainedModel):
+            return model(input_ids=x, use_cache=False).logits
+        return model(x)
 
 
 @contextlib.contextmanager
@@ -128,13 +131,13 @@ class HeadSplit:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self.model = model = plain(model)
-        linear = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-        if isinstance(model, PreTrainedModel):
-            linear = {name: m for name, m in linear.items() if m is model.get_output_embeddings()}
+        self.model = plain(model)
+        linear = {name: m for name, m in self.model.named_modules() if isinstance(m, nn.Linear)}
+        if isinstance(self.model, PreTrainedModel):
+            linear = {name: m for name, m in linear.items() if m is self.model.get_output_embeddings()}
         if not linear:
-            raise ValueError(f"{type(model).__name__} has no nn.Linear that makes its logits")
-        self.name, self.head = linear.popitem()
+            raise ValueError(f"{type(self.model).__name__} has no nn.Linear that makes its logits")
+        self.name, self.head = linear.popitem()  # the last one
 
     def features(self, x: torch.Tensor) -> torch.Tensor:
         """The head's input ``(batch, ..., features)``."""
@@ -152,17 +155,21 @@ class HeadSplit:
 
     def logits(self, features: torch.Tensor) -> torch.Tensor:
         """The logits of features ``(batch, features)``, with a language model's own scale or soft cap."""
-        return logits_of(self.model, features) if isinstance(self.model, PreTrainedModel) else self.head(features)
+        if isinstance(self.model, PreTrainedModel):
+            return logits_of(self.model, features)
+        return self.head(features)
 
     @torch.no_grad()
     def verify(self, x: torch.Tensor, bare: bool = False) -> None:
         """Raise ValueError unless head and body (``bare``: without scale or soft cap) are the model, on ``x``."""
-        whole, features = logits(self.model, x), None
+        whole = logits(self.model, x)
+        features = None
         with contextlib.suppress(RuntimeError):  # something behind the layer may need what it makes
             features = self.features(x)
         if features is None or features.shape != (*whole.shape[:-1], self.head.in_features):
             raise ValueError(f"{self.name!r} is not what makes the logits of {type(self.model).__name__}")
-        together = (self.head if bare else self.logits)(features).to(whole.dtype)
+        head = self.head if bare else self.logits
+        together = head(features).to(whole.dtype)
         # The same products of the same shapes: only the last digit of this dtype may differ.
         rounding = torch.finfo(whole.dtype).eps * whole.abs()
         if together.shape != whole.shape or ((together - whole).abs() > rounding).any():
@@ -192,12 +199,17 @@ def pretrained(name: str) -> nn.Module:
         ``"words"``: a :class:`WordLSTM` over :func:`vocabulary`, of public text. ``"digits"``: a :class:`MobileNet`,
         of the writers 0 to 6 of ``corpora.digits()``.
     """
-    model = {"words": WordLSTM, "digits": MobileNet}[one_of("name", name, ("words", "digits"))]()
+    one_of("name", name, ("words", "digits"))
+    model = WordLSTM() if name == "words" else MobileNet()
     weights = load_file(catalog.data_path("autonomy", f"{name}.safetensors"))
-    model.load_state_dict({key: t.float() if t.is_floating_point() else t for key, t in weights.items()})
+    for key, tensor in weights.items():
+        if tensor.is_floating_point():  # the file has 16 bits
+            weights[key] = tensor.float()
+    model.load_state_dict(weights)
     return model.eval()
 
 
 def vocabulary() -> Vocabulary:
     """The 10,000 words that the pre-trained word predictor knows."""
-    return Vocabulary(catalog.data_path("autonomy", "words.txt").read_text(encoding="utf-8").split("\n")[:-1])
+    text = catalog.data_path("autonomy", "words.txt").read_text(encoding="utf-8")
+    return Vocabulary(text.split("\n")[:-1])  # a line each

@@ -28,10 +28,10 @@ from torch import nn
 
 from plpkg import checkpoints
 from plpkg.autonomy.nets import HeadSplit, plain
+from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
-from plpkg.autonomy.transfer import Transfer
-from plpkg.backbones import digest
 from plpkg.results import Tabular
+from plpkg.stamps import digest
 from plpkg.validation import number, whole_number
 
 FILE = "online.safetensors"
@@ -40,10 +40,22 @@ JUDGED = ("shown", "public", "personal")
 
 
 class Prediction(NamedTuple):
-    """What is shown: ``ids`` to name each sample by when its label comes, and the ``classes (batch,)``."""
+    """The ``classes (batch,)`` that are shown, and ``ids`` by which to name each sample when its label comes."""
 
     ids: list[int]
     classes: torch.Tensor
+
+
+class _Open(NamedTuple):
+    """A prediction whose label has not come: the features (features,), both heads' classes, whether its own is shown.
+
+    A file has it as a plain row, in this order.
+    """
+
+    features: torch.Tensor
+    public: int
+    personal: int
+    trusted: bool
 
 
 class OnlineLearner(Tabular):
@@ -66,25 +78,34 @@ class OnlineLearner(Tabular):
     """
 
     def __init__(self, model: nn.Module, *, lr: float = 0.5, batch: int = 16, allowance: int | None = 10) -> None:
-        if dropping := [name for name, m in model.named_modules() if isinstance(m, nn.modules.dropout._DropoutNd)
-                        and m.training and m.p > 0]:  # fmt: skip
-            raise ValueError(f"{dropping[0]!r} drops at random, and kept features would not be those of a prediction")
-        self.lr, self.batch = number("lr", lr, open_low=True), whole_number("batch", batch, 1)
+        for name, module in model.named_modules():
+            if isinstance(module, nn.modules.dropout._DropoutNd) and module.training and module.p > 0:
+                raise ValueError(f"{name!r} drops at random, and kept features would not be those of a prediction")
+        self.lr = number("lr", lr, open_low=True)
+        self.batch = whole_number("batch", batch, 1)
         self.allowance = allowance if allowance is None else whole_number("allowance", allowance, 0)
-        self.model, self._digest = personal_copy(model, "head")[0], digest(plain(model))
-        self._split, self._verified = HeadSplit(self.model), False
+        self.model, _ = personal_copy(model, "head")
+        self._digest = digest(plain(model))
+        self._split = HeadSplit(self.model)
+        self._verified = False  # until there is an x to look at
         self.head = self._split.head.requires_grad_(False)
-        if odd := [name for name, _ in self.head.named_parameters() if name not in ("weight", "bias")]:
-            raise ValueError(f"{self._split.name!r} has {odd[0]} in place of a weight: remove the parametrisation")
+        for name, _ in self.head.named_parameters():
+            if name not in ("weight", "bias"):
+                raise ValueError(f"{self._split.name!r} has {name} in place of a weight: remove the parametrisation")
         self._public = [p.clone() for p in self.head.parameters()]
-        self._frozen = [p for name, p in self.model.state_dict(keep_vars=True).items()
-                        if name.rpartition(".")[0] != self._split.name]  # fmt: skip
-        self._versions = self._moved()
-        self._open: dict[int, tuple[torch.Tensor, int, int, bool]] = {}  # features, public's, personal's, which shown
-        self._ready: list[tuple[torch.Tensor, int]] = []
-        self._next, self.outcomes, self._right = 0, [], Counter()
+        self._frozen = []
+        for name, p in self.model.state_dict(keep_vars=True).items():
+            if name.rpartition(".")[0] != self._split.name:
+                self._frozen.append(p)
+        self._versions = self._written()
+        self._open: dict[int, _Open] = {}
+        self._ready: list[tuple[torch.Tensor, int]] = []  # features and label of those that wait for a step
+        self._next = 0  # the next prediction's id
+        self.outcomes = []
+        self._right = Counter()
 
-    def _moved(self) -> list[int]:
+    def _written(self) -> list[int]:
+        """How often each of the body's tensors was written to."""
         return [p._version for p in self._frozen]
 
     @torch.no_grad()
@@ -101,29 +122,40 @@ class OnlineLearner(Tabular):
             raise ValueError(f"x must be (batch, ...), got {tuple(x.shape)}")
         self._check()
         features = self._split.features(x)
-        features = features[:, -1] if features.dim() == 3 else features  # (batch, features)
-        if bad := (~features.isfinite().all(-1)).nonzero().flatten().tolist():
+        if features.dim() == 3:  # (batch, seq, features), of which the last place counts
+            features = features[:, -1]
+        bad = (~features.isfinite().all(-1)).nonzero().flatten().tolist()
+        if bad:
             raise ValueError(f"sample {bad[0]} of {len(features)} gives features that are not finite: leave it out")
         if not self._verified:
             self._split.verify(x, bare=True)
             self._verified = True
         public = nn.functional.linear(features, *self._public).argmax(-1).tolist()
         personal = self.head(features).argmax(-1).tolist()
-        ids, classes = list(range(self._next, self._next + len(x))), []
-        for i, h, one, other in zip(ids, features, public, personal, strict=True):
-            trusted = one != other and self._trusted()
-            self._open[i] = h.to(self.head.weight.dtype, copy=True), one, other, trusted
-            classes.append(other if trusted or self.allowance is None else one)
+        ids = list(range(self._next, self._next + len(x)))
+        classes = []
+        for i, h, theirs, own in zip(ids, features, public, personal, strict=True):
+            trusted = theirs != own and self._trusted()
+            prediction = _Open(h.to(self.head.weight.dtype, copy=True), theirs, own, trusted)
+            self._open[i] = prediction
+            classes.append(self._shown(prediction))
         self._next += len(ids)
         return Prediction(ids, torch.tensor(classes))
+
+    def _shown(self, prediction: _Open) -> int:
+        """The class that is shown: the personal head's if it is trusted, or always."""
+        if prediction.trusted or self.allowance is None:
+            return prediction.personal
+        return prediction.public
 
     def _trusted(self) -> bool:
         """Whether the personal head's next prediction may be shown where it differs from the public one."""
         if self.allowance is None:
             return True
         right = self._right
-        at_risk = right["public"] - right["shown"] + sum(trusted for *_, trusted in self._open.values())
-        return right["personal"] > right["public"] and at_risk < self.allowance
+        more_errors = right["public"] - right["shown"]  # than the public model's, so far
+        open_shown = sum(prediction.trusted for prediction in self._open.values())  # each may turn out to be wrong
+        return right["personal"] > right["public"] and more_errors + open_shown < self.allowance
 
     @torch.no_grad()
     def label(self, ids: list[int], y: torch.Tensor | Sequence[int]) -> None:
@@ -140,20 +172,29 @@ class OnlineLearner(Tabular):
             The body has changed since the prediction.
         """
         self._check()
-        ids, y = (values.tolist() if hasattr(values, "tolist") else values for values in (ids, y))
+        if hasattr(ids, "tolist"):
+            ids = ids.tolist()
+        if hasattr(y, "tolist"):
+            y = y.tolist()
         classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y]
         if len(ids) != len(classes):
             raise ValueError(f"each id needs a label, got {len(ids)} ids and {len(classes)} labels")
-        if unknown := [i for i in ids if i not in self._open] or [i for i in ids if ids.count(i) > 1]:
-            raise ValueError(f"no prediction {unknown[0]!r} waits for a label")
+        unknown = [i for i in ids if i not in self._open]
+        repeated = [i for i in ids if ids.count(i) > 1]
+        if unknown or repeated:
+            first = (unknown + repeated)[0]
+            raise ValueError(f"no prediction {first!r} waits for a label")
         failed = None
         for i, right in zip(ids, classes, strict=True):
-            features, public, personal, trusted = self._open.pop(i)
-            shown = personal if trusted or self.allowance is None else public
-            hits = (guess == right for guess in (shown, public, personal))
-            self.outcomes.append(dict(zip(JUDGED, hits, strict=True)))
-            self._right.update(self.outcomes[-1])
-            self._ready.append((features, right))
+            prediction = self._open.pop(i)
+            outcome = dict(
+                shown=self._shown(prediction) == right,
+                public=prediction.public == right,
+                personal=prediction.personal == right,
+            )
+            self.outcomes.append(outcome)
+            self._right.update(outcome)
+            self._ready.append((prediction.features, right))
             if len(self._ready) == self.batch:
                 try:
                     self._step()
@@ -163,7 +204,9 @@ class OnlineLearner(Tabular):
             raise failed
 
     def _step(self) -> None:
-        features, y = torch.stack([h for h, _ in self._ready]), torch.tensor([label for _, label in self._ready])
+        """A step of SGD on the head, with the samples that wait for one."""
+        features = torch.stack([h for h, _ in self._ready])  # (batch, features)
+        y = torch.tensor([label for _, label in self._ready])
         self._ready = []
         gradients = head_gradient(self.head, features, y)
         stepped = [p - self.lr * gradient for p, gradient in zip(self.head.parameters(), gradients, strict=False)]
@@ -173,7 +216,8 @@ class OnlineLearner(Tabular):
             p.copy_(moved)
 
     def _check(self) -> None:
-        if self._moved() != self._versions:
+        """RuntimeError if the body has changed, of which the features are kept."""
+        if self._written() != self._versions:
             raise RuntimeError("a parameter of the body has changed: features of open predictions are stale")
 
     @property
@@ -199,7 +243,7 @@ class OnlineLearner(Tabular):
         outcomes = torch.tensor([[row[who] for who in JUDGED] for row in self.outcomes], dtype=torch.bool)
         state = {
             "head": list(self.head.parameters()),
-            "open": self._open,
+            "open": {i: tuple(prediction) for i, prediction in self._open.items()},
             "ready": self._ready,
             "next": self._next,
             "outcomes": outcomes.reshape(-1, len(JUDGED)),  # (labels, 3)
@@ -221,8 +265,11 @@ class OnlineLearner(Tabular):
         state = saved["learner"]
         for p, value in zip(self.head.parameters(), state["head"], strict=True):
             p.copy_(value)
-        device, self._next = self.head.weight.device, state["next"]
-        self._open = {i: (features.to(device), *rest) for i, (features, *rest) in state["open"].items()}
+        device = self.head.weight.device
+        self._next = state["next"]
+        self._open = {}
+        for i, (features, *rest) in state["open"].items():
+            self._open[i] = _Open(features.to(device), *rest)
         self._ready = [(features.to(device), label) for features, label in state["ready"]]
         self.outcomes = [dict(zip(JUDGED, row, strict=True)) for row in state["outcomes"].tolist()]
         self._right = Counter({who: sum(row[who] for row in self.outcomes) for who in JUDGED})
@@ -240,7 +287,7 @@ class OnlineLearner(Tabular):
         return self._right["shown"] / max(1, len(self.outcomes))
 
     def rows(self) -> list[dict]:
-        """For each label in the order of arrival, who was right: what was shown, the public and the personal head."""
+        """For each label in the order of arrival, who was right: the shown class, the public and the personal head."""
         return self.outcomes
 
     def __repr__(self) -> str:

@@ -74,33 +74,48 @@ def prune(
         raise ValueError(f"give either keep or budgets, got keep={keep!r} and budgets={budgets!r}")
     if keep is not None:
         return _smaller(model, sites, keep, example)
-    budgets, step = [number("a budget", budget) for budget in budgets], number("step", step, high=1, open_low=True)
-    if not budgets or budgets != sorted(set(budgets), reverse=True) or score is None:
+    budgets = [number("a budget", budget) for budget in budgets]
+    step = number("step", step, high=1, open_low=True)
+    decreasing = budgets == sorted(set(budgets), reverse=True)
+    if not budgets or not decreasing or score is None:
         raise ValueError(f"budgets must decrease and need a score, got budgets={budgets} and score={score}")
-    return list(_family(model, example, sites, budgets, score, tune, resource or partial(macs, example=example), step))
+    if resource is None:
+        resource = partial(macs, example=example)
+    return list(_family(model, example, sites, budgets, score, tune, resource, step))
 
 
 def _family(model, example, sites, budgets, score, tune, resource, step) -> Iterator[Pruned]:
+    """The best network found for each budget, each pruned from the one before."""
+
     def member(net: nn.Module) -> Pruned:
+        net.eval()
         units = {name: site.units(net) for name, site in sites.items()}
-        return Pruned(net.eval(), units, number("resource", resource(net)), number("score", score(net), -torch.inf))
+        takes = number("resource", resource(net))
+        return Pruned(net, units, takes, number("score", score(net), -torch.inf))
 
     def cost(name: str, units: int) -> float:
+        """The resource of the best network so far with so many units in one layer."""
         return resource(_smaller(best.model, sites, {name: units}))
 
-    if (least := resource(_smaller(model, sites, dict.fromkeys(sites, 1), example).eval())) > budgets[-1]:
+    smallest = _smaller(model, sites, dict.fromkeys(sites, 1), example)
+    least = resource(smallest.eval())
+    if least > budgets[-1]:
         raise ValueError(f"a budget of {budgets[-1]:g} cannot be met: with one unit in each layer it is {least:g}")
     best = member(deepcopy(model))
     for budget in budgets:
         while best.resource > budget:
             halved = min(cost(name, (n + 1) // 2) for name, n in best.keep.items())
             target = max(budget, best.resource * (1 - step), halved)
-            most = {name: bisect_right(range(1, n), target, key=partial(cost, name)) for name, n in best.keep.items()}
-            trials = [_smaller(best.model, sites, {name: n}, example) for name, n in most.items() if n]
+            trials = []
+            for name, n in best.keep.items():
+                most = bisect_right(range(1, n), target, key=partial(cost, name))  # units that meet the target
+                if most:
+                    trials.append(_smaller(best.model, sites, {name: most}, example))
             if not trials:  # a time measured twice is two times
                 raise ValueError(f"no layer takes the resource from {best.resource:g} to {target:g}: is it exact?")
-            for trial in trials if tune else ():
-                tune(trial.train())
+            if tune:
+                for trial in trials:
+                    tune(trial.train())
             best = max(map(member, trials), key=lambda each: each.score)
         yield deepcopy(best)
 
@@ -109,10 +124,13 @@ def macs(model: nn.Module, example: torch.Tensor) -> int:
     """The multiplications of a forward pass over the whole example, in Conv2d, Linear and LSTM layers."""
     count = 0
     for _, layer, output in _calls(model, example):
-        if isinstance(layer, (nn.Conv2d, nn.Linear, nn.LSTM)):
-            output = output[0] if isinstance(layer, nn.LSTM) else output
-            places = output.numel() // output.shape[1 if isinstance(layer, nn.Conv2d) else -1]
-            count += places * sum(p.numel() for p in layer.parameters() if p.dim() > 1)
+        if not isinstance(layer, (nn.Conv2d, nn.Linear, nn.LSTM)):
+            continue
+        if isinstance(layer, nn.LSTM):
+            output = output[0]
+        units = output.shape[1] if isinstance(layer, nn.Conv2d) else output.shape[-1]
+        places = output.numel() // units  # pixels, words, samples: each meets every weight once
+        count += places * sum(p.numel() for p in layer.parameters() if p.dim() > 1)
     return count
 
 
@@ -122,10 +140,15 @@ def latency(model: nn.Module, example: torch.Tensor, seconds: float = 0.2) -> fl
     return Timer("run()", globals={"run": run}).blocked_autorange(min_run_time=seconds).median
 
 
-class _Site(NamedTuple):  # what has a place for each unit: module, tensor, its dimension, how often all stand there
-    incoming: tuple  # what a unit's norm is taken of; none where the units are those of the layer before
-    others: tuple  # numbers of units, too
-    inputs: tuple = ()  # of the next layer
+class _Site(NamedTuple):
+    """The tensors with a place for each unit of a layer, and the attributes that hold the number of units.
+
+    Each is a row: its module's name, its own, the dimension of the units, and how often all of them stand there.
+    """
+
+    incoming: tuple  # the weights that a unit's norm is taken of; none where the units are those of the layer before
+    others: tuple
+    inputs: tuple = ()  # the next layer's
 
     def units(self, model: nn.Module) -> int:
         name, tensor, dim, times = self.incoming[0]
@@ -133,6 +156,8 @@ class _Site(NamedTuple):  # what has a place for each unit: module, tensor, its 
 
 
 def _layout(name: str, layer: nn.Module) -> _Site:
+    """The site of one layer, by its kind; ``inputs`` are its own, for the layer before it."""
+
     def at(*names: str, dim: int = 0, times: int = 1) -> tuple:
         return tuple((name, each, dim, times) for each in names)
 
@@ -153,7 +178,9 @@ def _layout(name: str, layer: nn.Module) -> _Site:
 
 
 def _calls(model: nn.Module, example: torch.Tensor) -> list[tuple]:
-    model, calls = deepcopy(model).eval(), []
+    """The layers in the order in which they are called: name, layer (of a copy), output."""
+    model = deepcopy(model).eval()
+    calls = []
     for name, layer in model.named_modules():  # those with weights or statistics of their own
         if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) or [*layer.parameters(recurse=False)]:
             layer.register_forward_hook(lambda layer, _, output, name=name: calls.append((name, layer, output)))
@@ -162,55 +189,79 @@ def _calls(model: nn.Module, example: torch.Tensor) -> list[tuple]:
 
 
 def _sites(model: nn.Module, example: torch.Tensor) -> dict[str, _Site]:
-    sites, seen, last = {}, set(), None
+    """By name, each layer that loses units, with all that has to shrink with it."""
+    sites = {}
+    seen = set()
+    last = None  # the layer whose units come in
     for name, layer, _ in _calls(model, example):
-        layout, own = _layout(name, layer), {layer, *layer.parameters(recurse=False)}
+        layout = _layout(name, layer)
+        own = {layer, *layer.parameters(recurse=False)}
         if own & seen:
             raise ValueError(f"{name!r} is called twice, or shares its weights: the network is not a chain")
         seen |= own
-        if last:
-            others, inputs = ((), layout.inputs) if layout.incoming else (layout.others, ())
-            sites[last] = sites[last]._replace(others=sites[last].others + others, inputs=inputs)
         if layout.incoming:
-            last, sites[name] = name, layout
-    return dict(list(sites.items())[:-1])  # the last layer's units are the classes
+            if last is not None:
+                sites[last] = sites[last]._replace(inputs=layout.inputs)
+            sites[name] = layout
+            last = name
+        elif last is not None:  # BatchNorm, or a depthwise convolution: the units are the same
+            sites[last] = sites[last]._replace(others=sites[last].others + layout.others)
+    sites.pop(last, None)  # its units are the classes
+    return sites
 
 
 def _smaller(
     model, sites: Mapping[str, _Site], keep: Mapping[str, int], example: torch.Tensor | None = None
 ) -> nn.Module:
+    """A copy with so many units in these layers, those of the largest norms; checked with an example, if given."""
     smaller = deepcopy(model)
     for name, count in keep.items():
         site = sites[one_of("a layer of keep", name, tuple(sites))]
-        units, squares = site.units(model), 0
-        for owner, tensor, dim, times in site.incoming:
-            weight = getattr(model.get_submodule(owner), tensor).detach().double().unflatten(dim, (times, units, -1))
-            squares = squares + weight.movedim(dim + 1, 0).flatten(1).square().sum(1)  # (units,)
+        squares = _norms_squared(model, site)
         if not squares.isfinite().all():
             raise ValueError(f"{name!r} has weights that are not finite")
-        stay = squares.topk(whole_number(f"keep[{name!r}]", count, 1, units)).indices.sort().values  # (count,)
+        count = whole_number(f"keep[{name!r}]", count, 1, len(squares))
+        stay = squares.topk(count).indices.sort().values  # (count,)
         if example is not None and not _same(smaller, site, stay, example):
             raise ValueError(f"{name!r} cannot lose units: without them, or with zeros, the outputs are not the same")
         _change(smaller, site, stay)
     return smaller
 
 
-def _change(model: nn.Module, site: _Site, stay: torch.Tensor, mask: bool = False) -> None:
+def _norms_squared(model: nn.Module, site: _Site) -> torch.Tensor:
+    """The squared norm of each unit's incoming weights: ``(units,)``, float64."""
     units = site.units(model)
-    for name, attribute, dim, times in site.incoming + site.others + (() if mask else site.inputs):
-        old = getattr(model.get_submodule(name), attribute, None)
+    squares = []
+    for owner, tensor, dim, times in site.incoming:
+        weight = getattr(model.get_submodule(owner), tensor).detach().double().unflatten(dim, (times, units, -1))
+        by_unit = weight.movedim(dim + 1, 0).flatten(1)  # (units, weights)
+        squares.append(by_unit.square().sum(1))
+    return sum(squares)
+
+
+def _change(model: nn.Module, site: _Site, stay: torch.Tensor, mask: bool = False) -> None:
+    """Cut all units but those that ``stay``, in place; with ``mask`` they become zeros, and the next layer stays."""
+    units = site.units(model)
+    rows = site.incoming + site.others
+    if not mask:
+        rows += site.inputs
+    for name, attribute, dim, times in rows:
+        owner = model.get_submodule(name)
+        old = getattr(owner, attribute, None)
         if torch.is_tensor(old):
             blocks = old.detach().unflatten(dim, (times, units, -1))  # a unit may have many: a channel's pixels
             blocks = blocks - blocks.index_fill(dim + 1, stay, 0) if mask else blocks.index_select(dim + 1, stay)
-            old.data, old.grad = blocks.flatten(dim, dim + 2), None
-        elif old and not mask:
-            setattr(model.get_submodule(name), attribute, old // units * len(stay))
+            old.data = blocks.flatten(dim, dim + 2)
+            old.grad = None
+        elif old and not mask:  # a number of units, or of what they have
+            setattr(owner, attribute, old // units * len(stay))
 
 
 def _same(model: nn.Module, site: _Site, stay: torch.Tensor, example: torch.Tensor) -> bool:
     """Whether units cut are units zero; with random weights, since zeros among them would hide a difference."""
     model = deepcopy(model).double().eval()
-    example = example.double() if example.is_floating_point() else example
+    if example.is_floating_point():  # else it is words
+        example = example.double()
     for seed, p in enumerate(model.parameters()):
         p.data.normal_(0, p.shape[1:].numel() ** -0.5, generator=torch.Generator(p.device).manual_seed(seed))
     try:
@@ -225,5 +276,8 @@ def _same(model: nn.Module, site: _Site, stay: torch.Tensor, example: torch.Tens
 
 @torch.no_grad()
 def _output(model: nn.Module, example: torch.Tensor) -> torch.Tensor:
+    """The logits, whatever the model returns them in."""
     output = model(example)
-    return output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+    if isinstance(output, tuple):
+        return output[0]
+    return getattr(output, "logits", output)

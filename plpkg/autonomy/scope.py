@@ -1,4 +1,4 @@
-"""What of a public model a person's data train: a copy that shares all the rest."""
+"""Copies of a public model with parameters of a person's own where they are trained; all the rest is shared."""
 
 import copy
 from collections.abc import Mapping
@@ -41,31 +41,41 @@ def personal_copy(
     """
     one_of("scope", scope, SCOPES)
     model = plain(model)
-    if scope == "lora" and (adapted := [name for name, m in model.named_modules() if hasattr(m, "lora_A")]):
-        raise ValueError(f"{adapted[0]} carries LoRA already: merge it before (merge_and_unload), or take scope='head'")
-    memo = {} if scope == "all" else {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-    personal = copy.deepcopy(model, memo).eval()
     if scope == "lora":
-        from peft import LoraConfig, inject_adapter_in_model
-
-        with torch.random.fork_rng(devices=[]):  # PEFT draws A from the global state
-            torch.manual_seed(seed)
-            lora = copy.deepcopy(lora) if lora else LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
-            inject_adapter_in_model(lora, personal)
-        trained = {name: p for name, p in personal.eval().named_parameters() if p.requires_grad}
-        for p in trained.values():
-            p.data = p.data.clone()  # a bias that PEFT trains, too
-    else:
-        trained = _own(personal, scope)
+        for name, module in model.named_modules():
+            if hasattr(module, "lora_A"):
+                remedy = "merge it before (merge_and_unload), or take scope='head'"
+                raise ValueError(f"{name} carries LoRA already: {remedy}")
+    memo = {}  # deepcopy takes from it what it need not copy
+    if scope != "all":
+        memo = {id(p): nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
+    personal = copy.deepcopy(model, memo).eval()
+    trained = _adapted(personal, lora, seed) if scope == "lora" else _own(personal, scope)
     if not trained:
         raise ValueError(f"{type(model).__name__} has nothing to train of the scope {scope!r}")
     if state is not None:
-        if {name: p.shape for name, p in trained.items()} != {name: value.shape for name, value in state.items()}:
+        needed = {name: p.shape for name, p in trained.items()}
+        given = {name: value.shape for name, value in state.items()}
+        if given != needed:
             raise ValueError(f"the state has {sorted(state)}, and {scope!r} trains {sorted(trained)}, or other shapes")
         with torch.no_grad():
             for name, p in trained.items():
                 p.copy_(state[name])
     return personal, trained
+
+
+def _adapted(personal: nn.Module, lora, seed: int) -> dict[str, nn.Parameter]:
+    """Put LoRA into the model."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    lora = copy.deepcopy(lora) if lora else LoraConfig(r=8, lora_alpha=16, target_modules="all-linear")
+    with torch.random.fork_rng(devices=[]):  # PEFT draws A from the global state
+        torch.manual_seed(seed)
+        inject_adapter_in_model(lora, personal)
+    trained = {name: p for name, p in personal.eval().named_parameters() if p.requires_grad}
+    for p in trained.values():
+        p.data = p.data.clone()  # a bias that PEFT trains was the public model's
+    return trained
 
 
 def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
@@ -78,14 +88,16 @@ def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
         "norm": lambda owner, attribute: owner in norms,
         "all": lambda owner, attribute: True,
     }[scope]
-    names, trained = {}, {}
+    first_names = {}  # a tied parameter has several names
+    trained = {}
     for name, p in list(personal.named_parameters(remove_duplicate=False)):
         owner, _, attribute = name.rpartition(".")
-        if chosen(owner, attribute):
-            first = names.setdefault(id(p), name)  # what is tied within the scope stays tied
-            if first == name:
-                trained[name] = p if scope == "all" else nn.Parameter(p.detach().clone())
-            setattr(personal.get_submodule(owner), attribute, trained[first].requires_grad_())
+        if not chosen(owner, attribute):
+            continue
+        first = first_names.setdefault(id(p), name)  # what is tied within the scope stays tied
+        if first == name:
+            trained[name] = p if scope == "all" else nn.Parameter(p.detach().clone())
+        setattr(personal.get_submodule(owner), attribute, trained[first].requires_grad_())
     if head is not None and hasattr(personal, "config"):
         personal.config.tie_word_embeddings = False
     return trained

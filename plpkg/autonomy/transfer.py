@@ -11,8 +11,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from types import EllipsisType
 
 import torch
@@ -22,95 +20,18 @@ from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
 from plpkg import checkpoints
-from plpkg.adapters import Adapter, Factors, base_fingerprint
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits, plain
+from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
-from plpkg.backbones import digest
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.learning import learn, rising_and_falling
-from plpkg.results import Tabular
+from plpkg.stamps import digest
 from plpkg.validation import number, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm
-FILE = "personal.safetensors"
 WARMUP = 5
 """Steps in which the learning rate rises, at most a tenth of all; then it falls linearly to zero."""
-
-
-@dataclass(frozen=True)
-class Transfer(Tabular):
-    """A person's own model.
-
-    Attributes
-    ----------
-    model
-        It shares what was not trained with the public model.
-    state
-        What was trained, by name: all that the device has to keep.
-    log
-        One dict for each evaluation on the validation examples: step, loss, accuracy; step 0 is the public model.
-    step
-        The step that ``state`` is of.
-    epsilon
-        Of a private task: the ε that ``state`` has spent, for a δ. Else None.
-    scope, public
-        What was trained, and the :func:`plpkg.backbones.digest` of the public model.
-    """
-
-    model: nn.Module
-    state: dict[str, torch.Tensor]
-    log: list[dict]
-    step: int
-    epsilon: Callable[[float], float] | None = None
-    scope: str | None = None
-    public: str | None = None
-
-    def adapter(self) -> Adapter:
-        """The LoRA adapter that was trained: ``save(folder)`` writes it as PEFT does, and an engine serves it.
-
-        Raises
-        ------
-        ValueError
-            What was trained is no such adapter: keep ``state``, which :class:`Task` takes as ``start``.
-        """
-        layers = list(dict.fromkeys(name.partition(".lora_")[0] for name in self.state if ".lora_A." in name))
-        if not layers:
-            raise ValueError(f"{min(self.state)} is no LoRA adapter: keep state, which Task takes as start")
-        factors = {
-            name: Factors(
-                *(self.state[f"{name}.lora_{side}.default.weight"] for side in "AB"),
-                self.model.get_submodule(name).scaling["default"],
-            )
-            for name in layers
-        }
-        return Adapter.of(self.model.peft_config["default"], factors, backbone=base_fingerprint(self.model))
-
-    def save(self, folder: str | Path) -> None:
-        """Write what was trained, its owner's alone: LoRA as PEFT does (:meth:`adapter`), all else for :func:`load`.
-
-        Neither ``log`` nor ε is written.
-
-        Raises
-        ------
-        ValueError
-            Statistics of BatchNorm have changed as well, or LoRA is more than an adapter.
-        """
-        if self.scope is None:
-            raise ValueError("statistics of BatchNorm have changed beside the state: save model.state_dict()")
-        if self.scope == "lora":
-            self.adapter().save(folder)
-            return
-        state = dict(scope=self.scope, public=self.public, step=self.step, state=self.state)
-        checkpoints.save(Path(folder, FILE), state)
-
-    def rows(self) -> list[dict]:
-        return self.log
-
-    def __repr__(self) -> str:
-        values, losses = sum(p.numel() for p in self.state.values()), {row["step"]: row["loss"] for row in self.log}
-        result = f"validation loss {losses[0]:.4f} → {losses[self.step]:.4f} nats at" if self.step in losses else "from"
-        return f"Transfer({values:,} values trained, {result} step {self.step})"
 
 
 class Task:
@@ -184,80 +105,118 @@ class Task:
             raise ValueError(f"patience={patience!r} lets the validation data decide, which no ε covers: leave it out")
         if private and batch_norm:
             raise ValueError("batch_norm=True keeps statistics of the examples without noise: not in a private task")
-        patience = (None if private else 5) if patience is ... else patience
-        train, validation = (p if p is None or isinstance(p, Examples) else Examples.of(p) for p in (train, validation))
-        self.steps, self._lr = whole_number("steps", steps, 1), number("lr", lr, open_low=True)
+        if patience is ...:
+            patience = None if private else 5
+        self._data = (_examples(train), _examples(validation))
+        self.steps = whole_number("steps", steps, 1)
+        self._lr = number("lr", lr, open_low=True)
         self._batch = whole_number("batch", batch, 1)
         self._every = whole_number("evaluate_every", evaluate_every, 1)
         self._patience = patience if patience is None else whole_number("patience", patience, 1)
         self._generator = torch.Generator().manual_seed(whole_number("seed", seed, 0, 2**64 - 1))
         self.model, self.trained = personal_copy(model, scope, lora, seed, start)
-        if half := [name for name, p in self.trained.items() if p.dtype == torch.float16]:
-            raise ValueError(f"{half[0]!r} is float16, in which AdamW divides by zero: take bfloat16 or float32")
+        for name, p in self.trained.items():
+            if p.dtype == torch.float16:
+                raise ValueError(f"{name!r} is float16, in which AdamW divides by zero: take bfloat16 or float32")
+        # With BatchNorm's statistics, scope and trained parameters are not all that has changed: no file holds that.
         self._made_of = dict(scope=None if batch_norm else scope, public=digest(plain(model)))
-        self._norms = [m for m in self.model.modules() if batch_norm and isinstance(m, BATCH_NORM)]
-        self._kept = self.trained | (dict(self.model.named_buffers()) if batch_norm else {})
-        self._data, self._split = (train, validation), HeadSplit(self.model) if cache and scope == "head" else None
+        self._norms = []
+        self._kept = dict(self.trained)
+        if batch_norm:
+            self._norms = [m for m in self.model.modules() if isinstance(m, BATCH_NORM)]
+            self._kept |= dict(self.model.named_buffers())
+        self._split = HeadSplit(self.model) if cache and scope == "head" else None
         if self._split:
-            self._split.verify(train.x[:1])
-        self._judge_labels()
-        self._features: list[Examples | None] = []
-        self._optimizer, self._torn = torch.optim.AdamW(self.trained.values(), lr=self._lr, weight_decay=0.0), False
-        self._order: list[torch.Tensor] = []
+            self._split.verify(self._data[0].x[:1])
+        self._check_labels()
+        self._features: list[Examples | None] = []  # what the head reads, made when it is first needed
+        self._optimizer = torch.optim.AdamW(self.trained.values(), lr=self._lr, weight_decay=0.0)
+        self._torn = False  # whether an update was interrupted
+        self._order: list[torch.Tensor] = []  # the batches that are left of an epoch, the next one last
         self.log: list[dict] = []
-        self.identity = dict(scope=scope, steps=self.steps, lr=self._lr, batch=self._batch, evaluate_every=self._every)
-        self.identity |= dict(seed=seed, patience=self._patience, batch_norm=batch_norm, sha256=self._sha256())
-        # A set's order is another one in each process.
-        self.identity |= dict(lora=json.dumps(lora and lora.to_dict(), default=sorted, sort_keys=True))
-        self.identity |= {"private": True} if private else {}
-        self._private = self._made_private(private) if private else None
+        self.identity = dict(
+            scope=scope,
+            steps=self.steps,
+            lr=self._lr,
+            batch=self._batch,
+            evaluate_every=self._every,
+            seed=seed,
+            patience=self._patience,
+            batch_norm=batch_norm,
+            sha256=self._sha256(),
+            # Sorted, since PEFT keeps names in sets, whose order is another one in each process.
+            lora=json.dumps(lora and lora.to_dict(), default=sorted, sort_keys=True),
+        )
+        self._private = None
+        if private:
+            self.identity["private"] = True
+            self._private = self._private_training(private)
         self._begin(0, self._copied())
 
-    def _judge_labels(self) -> None:
+    def _check_labels(self) -> None:
         """ValueError for labels that are no classes of the model, or validation data without any."""
+        train, validation = self._data
         with torch.no_grad():
-            classes = logits(self.model, self._data[0].x[:1]).shape[-1]
-        for name, part in zip(("train", "validation"), self._data, strict=True):
-            counted = part.y[part.y != IGNORED] if part else torch.zeros(1)
-            if not len(counted) and name == "validation":
-                raise ValueError("validation has no label that counts: give None, and the last state counts")
-            low, high = (int(bound) for bound in counted.aminmax()) if len(counted) else (0, 0)
+            classes = logits(self.model, train.x[:1]).shape[-1]
+        for name, part in (("train", train), ("validation", validation)):
+            if part is None:
+                continue
+            if not part.labels:
+                if part is validation:
+                    raise ValueError("validation has no label that counts: give None, and the last state counts")
+                continue
+            low, high = (int(bound) for bound in part.y[part.y != IGNORED].aminmax())
             if low < 0 or high >= classes:
                 raise ValueError(f"{name} has labels from {low} to {high}, and the model has {classes} classes")
 
     def _begin(self, made: int, best: dict[str, torch.Tensor]) -> None:
-        self.made, self._best = made, best
-        warmup, bar = min(WARMUP, self.steps // 10), tqdm(range(made, self.steps), total=self.steps, disable=True)
-        rate = lambda step: self._lr * rising_and_falling(step, warmup, self.steps)  # noqa: E731 (an argument)
-        plain = None if self._private else learn(bar, self._gradient, [self._optimizer], rate)
-        self._updates = plain or self._private_updates(made, rate)
+        """Prepare the updates after ``made`` steps; ``best`` is the state that counts so far."""
+        self.made = made
+        self._best = best
+        if self._private:
+            self._updates = self._private_updates(made)
+        else:
+            bar = tqdm(range(made, self.steps), total=self.steps, disable=True)
+            self._updates = learn(bar, self._gradient, [self._optimizer], self._rate)
 
-    def _made_private(self, private: Callable):
+    def _rate(self, step: int) -> float:
+        warmup = min(WARMUP, self.steps // 10)
+        return self._lr * rising_and_falling(step, warmup, self.steps)
+
+    def _private_training(self, private: Callable):
         """The private training of a twin, which has the same parameters, and training mode of its own."""
         shared = {id(tensor): tensor for tensor in (*self.model.parameters(), *self.model.buffers())}
-        twin, (train, validation) = copy.deepcopy(self.model, shared), self._data
-        split = self._split and HeadSplit(twin)
-        if split:  # row by row, so that no row's features depend on the others, whatever the body does
+        twin = copy.deepcopy(self.model, shared)
+        train, validation = self._data
+        split = None
+        if self._split:
+            split = HeadSplit(twin)
+            # Row by row, so that no row's features depend on the others, whatever the body does.
             train = features(twin, train, batch=1)
             self._features = [train, validation and features(self.model, validation)]
         loader = DataLoader(TensorDataset(train.x, train.y), batch_size=self._batch)
         return private(_Classes(twin, split), self._optimizer, loader, mean_over_labels)
 
-    def _private_updates(self, made: int, rate: Callable[[int], float]) -> Iterator[tuple[int, float]]:
+    def _private_updates(self, made: int) -> Iterator[tuple[int, float]]:
         """As :func:`learn`: after each private step its number, and the mean loss of the samples in it."""
         for step in range(made, self.steps):
             for group in self._optimizer.param_groups:
-                group["lr"] = rate(step)
+                group["lr"] = self._rate(step)
             losses, count = self._private.step(self._private.sample())
-            yield step + 1, losses.mean().item() if count else 0.0
+            loss = losses.mean().item() if count else 0.0
+            yield step + 1, loss
 
     def _sha256(self) -> str:
         """Of the model and of the data, so that no other task goes on from here."""
-        data = [tensor for part in self._data if part for tensor in (part.x, part.y)]
-        digest = hashlib.sha256()
-        for tensor in [*self.model.state_dict().values(), *data]:
-            digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-        return digest.hexdigest()
+        tensors = list(self.model.state_dict().values())
+        for part in self._data:
+            if part is not None:
+                tensors += [part.x, part.y]
+        result = hashlib.sha256()
+        for tensor in tensors:
+            values = tensor.detach().cpu().contiguous().flatten()
+            result.update(values.view(torch.uint8).numpy())
+        return result.hexdigest()
 
     @property
     def best_step(self) -> int:
@@ -269,18 +228,25 @@ class Task:
     @property
     def done(self) -> bool:
         """Whether all steps are made, the last ones have brought nothing, or ε allows no more."""
-        waited = sum(row["step"] > self.best_step for row in self.log)
-        spent = self._private is not None and self._private.done
-        return spent or self.made == self.steps or (self._patience is not None and waited >= self._patience)
+        if self.made == self.steps:
+            return True
+        if self._private is not None and self._private.done:
+            return True
+        if self._patience is None:
+            return False
+        evaluations_in_vain = sum(row["step"] > self.best_step for row in self.log)
+        return evaluations_in_vain >= self._patience
 
     def _require_whole(self) -> None:
         if self._torn:
             raise RuntimeError(f"step {self.made + 1} was interrupted in its update: load a state, or begin a new task")
 
     def _versions(self) -> list[int]:
-        """What tells whether an update has begun."""
-        kept = [value for state in self._optimizer.state.values() for value in state.values()]
-        return [value._version for value in (*self.trained.values(), *kept)]
+        """How often each trained parameter and each of AdamW's averages was written to: whether an update has begun."""
+        tensors = list(self.trained.values())
+        for averages in self._optimizer.state.values():
+            tensors += averages.values()
+        return [tensor._version for tensor in tensors]
 
     def step(self) -> float:
         """Make a step, evaluate if it is time, and return the step's loss in nats; ValueError if it is done."""
@@ -291,10 +257,14 @@ class Task:
         versions = self._versions()
         try:
             self.made, loss = next(self._updates)
-        except BaseException:  # a loss that is not finite, or Ctrl-C: what was not released is made again
-            self._torn = not self._private and self._versions() != versions
+        except BaseException:  # a loss that is not finite, or Ctrl-C: a generator that has raised is at its end
+            made = self.made
+            if self._private:
+                made = self._private.steps  # a private step that was released is not made again
+            else:
+                self._torn = self._versions() != versions
             self._optimizer.zero_grad()
-            self._begin(self._private.steps if self._private else self.made, self._best)
+            self._begin(made, self._best)
             raise
         del self._order[-1:]  # only now: an interrupted step reads its batch again
         self._judge()
@@ -306,17 +276,19 @@ class Task:
         if self.made == self.steps:
             self._judge()
         best = self._copied() if self.best_step == self.made else self._best
-        if odd := [name for name in self.trained if not best[name].isfinite().all()]:
-            raise FloatingPointError(f"{odd[0]!r} is not finite after step {self.best_step}: take a lower lr")
-        model = copy.deepcopy(self.model, {id(p): p for p in self.model.parameters() if not p.requires_grad})
+        for name in self.trained:
+            if not best[name].isfinite().all():
+                raise FloatingPointError(f"{name!r} is not finite after step {self.best_step}: take a lower lr")
+        shared = {id(p): p for p in self.model.parameters() if not p.requires_grad}
+        model = copy.deepcopy(self.model, shared)
         model.load_state_dict(best, strict=False)
         spent = self._private.spending() if self._private else None
         state = {name: best[name] for name in self.trained}
         return Transfer(model, state, list(self.log), self.best_step, spent, **self._made_of)
 
     @property
-    def _examples(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
-        """The data, or where the head alone is trained what the body makes of them."""
+    def _inputs(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
+        """Training and validation data; where the head alone is trained, what the body makes of them."""
         if self._split and not self._features:
             self._features = [part and features(self.model, part) for part in self._data]
         return self._features or self._data
@@ -324,30 +296,45 @@ class Task:
     def _logits(self, batch: Examples) -> torch.Tensor:
         """The logits of what has a label: ``(labels, classes)``."""
         chosen = batch.y != IGNORED
-        return self._split.logits(batch.x[chosen]) if self._split else logits(self.model, batch.x)[chosen]
+        if self._split:
+            return self._split.logits(batch.x[chosen])
+        return logits(self.model, batch.x)[chosen]
 
     def _gradient(self, step: int) -> float:
-        train = self._examples[0]
-        self._order = self._order or train.order(self._batch, self._generator)
+        """Leave the clipped gradient of the next batch in the parameters, and return its loss, as :func:`learn` asks.
+
+        In place of the loss it is the gradient's norm, if that is not finite: :func:`learn` then updates nothing.
+        """
+        train = self._inputs[0]
+        if not self._order:
+            self._order = train.order(self._batch, self._generator)
         batch = train[self._order[-1]]
         for norm in self._norms:
             norm.train()
-        # not the mean, which no label has
-        loss = cross_entropy(self._logits(batch), batch.y[batch.y != IGNORED], reduction="sum") / max(1, batch.labels)
+        labels = batch.y[batch.y != IGNORED]
+        # The sum over the labels' number: torch's own mean of no label is NaN.
+        loss = cross_entropy(self._logits(batch), labels, reduction="sum") / max(1, len(labels))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.trained.values(), 1.0).item()
+        gradient_norm = nn.utils.clip_grad_norm_(self.trained.values(), 1.0).item()
         self.model.eval()
-        return loss.item() if math.isfinite(norm) else norm
+        if not math.isfinite(gradient_norm):
+            return gradient_norm
+        return loss.item()
 
     @torch.no_grad()
     def _judge(self) -> None:
         """Evaluate if it is time, unless that was done: an interrupted evaluation is made again."""
         due = self.made % self._every == 0 or self.made == self.steps
-        if due and (not self.log or self.log[-1]["step"] < self.made) and (validation := self._examples[1]):
-            judged = judge(self._logits, validation)
-            self.log.append({"step": self.made, "loss": judged.loss, "accuracy": judged.accuracy})
-            if self.best_step == self.made:
-                self._best = self._copied()
+        was_done = self.log and self.log[-1]["step"] >= self.made
+        if not due or was_done:
+            return
+        validation = self._inputs[1]
+        if not validation:
+            return
+        judged = judge(self._logits, validation)
+        self.log.append({"step": self.made, "loss": judged.loss, "accuracy": judged.accuracy})
+        if self.best_step == self.made:
+            self._best = self._copied()
 
     def _copied(self) -> dict[str, torch.Tensor]:
         return {name: value.detach().clone() for name, value in self._kept.items()}
@@ -355,13 +342,20 @@ class Task:
     def state_dict(self) -> dict:
         """Everything on which the next step depends."""
         self._require_whole()
-        state = dict(made=self.made, kept=self._copied(), best=self._best, log=list(self.log))
-        left = torch.cat([torch.zeros(0, dtype=torch.long), *self._order])  # of the epoch, batch after batch
-        state |= dict(left=left, sizes=[len(batch) for batch in self._order])
-        state |= dict(private=self._private.state_dict()) if self._private else {}
-        return state | dict(
-            optimizer=copy.deepcopy(self._optimizer.state_dict()), generator=self._generator.get_state()
+        nothing = torch.zeros(0, dtype=torch.long)
+        state = dict(
+            made=self.made,
+            kept=self._copied(),
+            best=self._best,
+            log=list(self.log),
+            left=torch.cat([nothing, *self._order]),  # of the epoch, batch after batch
+            sizes=[len(batch) for batch in self._order],
         )
+        if self._private:
+            state["private"] = self._private.state_dict()
+        state["optimizer"] = copy.deepcopy(self._optimizer.state_dict())
+        state["generator"] = self._generator.get_state()
+        return state
 
     def load_state_dict(self, state: dict) -> None:
         """Go on from there: what :meth:`state_dict` gave, of a task with the same arguments.
@@ -384,6 +378,13 @@ class Task:
         self._begin(state["made"], state["best"])
 
 
+def _examples(data: Examples | Mapping | None) -> Examples | None:
+    """Data as examples; a batch of texts is made into some."""
+    if data is None or isinstance(data, Examples):
+        return data
+    return Examples.of(data)
+
+
 class _Classes(nn.Module):
     """A model's logits, or those of its features where there is a ``split``: ``(batch, classes, ...)``.
 
@@ -392,49 +393,27 @@ class _Classes(nn.Module):
 
     def __init__(self, model: nn.Module, split: HeadSplit | None) -> None:
         super().__init__()
-        self.model, self._split = model, split
+        self.model = model
+        self._split = split
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (self._split.logits(x) if self._split else logits(self.model, x)).movedim(-1, 1)
+        made = self._split.logits(x) if self._split else logits(self.model, x)
+        return made.movedim(-1, 1)  # where cross_entropy wants the classes
 
 
 def mean_over_labels(model: nn.Module, batch: Sequence[torch.Tensor]) -> torch.Tensor:
     """Of each row of ``(x, y)`` the mean cross-entropy over its labels, ``(rows,)``; 0 where it has none."""
     x, y = batch
-    losses = nn.functional.cross_entropy(model(x), y, reduction="none", ignore_index=IGNORED).reshape(len(x), -1)
-    return losses.sum(1) / (y.reshape(len(x), -1) != IGNORED).sum(1).clamp(min=1)
+    losses = cross_entropy(model(x), y, reduction="none", ignore_index=IGNORED)  # (rows,) or (rows, seq)
+    labels = (y.reshape(len(x), -1) != IGNORED).sum(1)
+    return losses.reshape(len(x), -1).sum(1) / labels.clamp(min=1)
 
 
 @torch.no_grad()
 def features(model: nn.Module, examples: Examples, batch: int = 64) -> Examples:
-    """What the body makes of each sample, so many at a time, with the same labels: ``(samples, ..., features)``."""
+    """The head's input for each sample, ``batch`` of them at a time, with its labels: ``(samples, ..., features)``."""
     split = HeadSplit(model)
     return Examples.joined(Examples(split.features(part.x), part.y) for part in examples.chunks(batch))
-
-
-def load(model: nn.Module, folder: str | Path) -> Transfer:
-    """What :meth:`Transfer.save` wrote, for the public model that it was learnt from; LoRA is for PEFT and engines.
-
-    Raises
-    ------
-    FileNotFoundError
-        The folder lacks the file.
-    ValueError
-        The file is damaged or of another version, or belongs to another public model.
-    """
-    model = plain(model)
-    public = digest(model)
-    path = Path(folder, FILE)
-    saved = checkpoints.read(path, ("scope", "public", "step", "state"))
-    if saved["public"] != public:
-        raise ValueError(
-            f"{path} was learnt from a public model {saved['public'][:12]}…, and this one is {public[:12]}…"
-        )
-    personal, trained = personal_copy(model, saved["scope"])
-    with torch.no_grad():
-        for name, p in trained.items():
-            p.copy_(saved["state"][name])
-    return Transfer(personal, saved["state"], [], saved["step"], None, saved["scope"], public)
 
 
 def transfer(

@@ -24,16 +24,20 @@ MODELS = {
     "plpkg-small": Work(128 * 5.2e6, 128 * 320 * 8192),  # 128 tokens
 }
 LEARNING = ("all layers", "last layer", "last layer, cached", "last layer, cached, pruned")
-READ = ("1,400, twice (a night)", (1_400, 2)), ("10,000, twenty times", (10_000, 20))
-KEPT, SKIPPED_S = 0.4, 60
-"""What pruning leaves of both parts; what each window loses, s."""
+READ = (("1,400, twice (a night)", (1_400, 2)), ("10,000, twenty times", (10_000, 20)))
+KEPT = 0.4
+"""The share of both parts that pruning leaves."""
+
+SKIPPED_S = 60
+"""Seconds that each window loses."""
+
 PER_CYCLE = 1.0
 """Multiply-adds in a processor's cycle: a phone's core without a library tuned for it."""
 
 
 @dataclass(frozen=True)
 class Plan(Tabular):
-    """What each way to learn takes: ``ways`` with learning, minutes, days, joules; and which of them is chosen."""
+    """The cost of each way to learn: ``ways`` with learning, minutes, days, joules; and which of them is chosen."""
 
     ways: list[dict]
     chosen: str
@@ -45,19 +49,26 @@ class Plan(Tabular):
 def cycles(model: str, learning: str, samples: int, epochs: int) -> float:
     """The cycles of all steps: a backward pass takes two of a forward's, or one where the input needs no gradient."""
     body, head = MODELS[model]
-    passes = {LEARNING[0]: 3 * (body + head) * epochs, LEARNING[1]: (body + 2 * head) * epochs}
-    cached = body + 2 * head * epochs
-    return samples * passes.get(learning, cached * (KEPT if learning == LEARNING[3] else 1)) / PER_CYCLE
+    cached = body + 2 * head * epochs  # the body's work is done once
+    of_a_sample = {
+        "all layers": 3 * (body + head) * epochs,
+        "last layer": (body + 2 * head) * epochs,
+        "last layer, cached": cached,
+        "last layer, cached, pruned": cached * KEPT,
+    }
+    return samples * of_a_sample[learning] / PER_CYCLE
 
 
 def compute(read: tuple[int, int], model: str, learning: str, ghz: float, minutes: int = 60) -> Plan:
     """The plan for so many samples, read so often, by a device that may learn for so many minutes each night."""
     ways = []
+    window_s = 60 * minutes
     for each in LEARNING:
         work = cycles(model, each, *read)
         seconds = work / (ghz * 1e9)
-        nights = int(seconds / (60 * minutes - SKIPPED_S)) + 1
-        windows = [(day * availability.DAY, day * availability.DAY + 60 * minutes) for day in range(nights)]
+        nights = int(seconds / (window_s - SKIPPED_S)) + 1
+        begins = [day * availability.DAY for day in range(nights)]
+        windows = [(begin, begin + window_s) for begin in begins]
         days = availability.days_until(seconds, windows, SKIPPED_S)
         joules = plots.joules(work, ghz, static_watts=0.3)
         ways.append({"learning": each, "minutes": seconds / 60, "days": days, "joules": joules})
@@ -66,9 +77,11 @@ def compute(read: tuple[int, int], model: str, learning: str, ghz: float, minute
 
 def read_out(plan: Plan) -> str:
     """Say the chosen way in words."""
-    row = next(row for row in plan.ways if row["learning"] == plan.chosen)
+    (row,) = [row for row in plan.ways if row["learning"] == plan.chosen]
     battery = catalog.assumed("phone_battery_j")
-    minutes, days, joules = (_rounded(row[name]) for name in ("minutes", "days", "joules"))
+    minutes = _rounded(row["minutes"])
+    days = _rounded(row["days"])
+    joules = _rounded(row["joules"])
     share = _rounded(100 * row["joules"] / battery, 2)
     return (
         f"Training {plan.chosen} takes {minutes} minutes of one core, {days} days from the first window on, and "
@@ -78,7 +91,8 @@ def read_out(plan: Plan) -> str:
 
 def _rounded(value: float, digits: int = 3) -> str:
     """So many digits, without a power of ten."""
-    return f"{float(f'{value:.{digits}g}'):,.10g}"
+    rounded = float(f"{value:.{digits}g}")
+    return f"{rounded:,.10g}"
 
 
 def draw(plan: Plan, ax):

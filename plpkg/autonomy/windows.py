@@ -10,7 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from plpkg import checkpoints
-from plpkg.autonomy.transfer import Task, Transfer
+from plpkg.autonomy.personal import Transfer
+from plpkg.autonomy.transfer import Task
 from plpkg.validation import whole_number
 
 CHECKPOINT = "learning.safetensors"
@@ -46,7 +47,8 @@ def learn_in_windows(
     folder = Path(folder)
     checkpoints.private_folder(folder)
     path = folder / CHECKPOINT
-    if state := checkpoints.load(path, task.identity):
+    state = checkpoints.load(path, task.identity)
+    if state:
         task.load_state_dict(state["task"])
     saved = task.made
 

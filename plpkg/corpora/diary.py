@@ -44,14 +44,19 @@ class Diary(Tabular):
         return [vars(question) for question in self.questions]
 
     def __repr__(self) -> str:
-        first, last = self.entries[0].name, self.entries[-1].name
+        first = self.entries[0].name
+        last = self.entries[-1].name
         return f"Diary({len(self.entries)} entries from {first} to {last}, {len(self.questions)} questions)"
 
 
 def diary() -> Diary:
     """Read the diary from ``data/diary/``: hand-written for this project, every person and number invented."""
     text = catalog.data_path("diary/entries.md").read_text(encoding="utf-8")
+    # What stands before the first date, then a date, its entry, a date, its entry …
     _, *parts = re.split(r"^## (\d{4}-\d{2}-\d{2})\n+", text, flags=re.MULTILINE)
-    entries = tuple(Document(date, body.strip()) for date, body in zip(parts[::2], parts[1::2], strict=True))
+    dates = parts[::2]
+    bodies = parts[1::2]
+    entries = tuple(Document(date, body.strip()) for date, body in zip(dates, bodies, strict=True))
     with catalog.data_path("diary/questions.csv").open(encoding="utf-8", newline="") as file:
-        return Diary(entries, tuple(Question(**row) for row in csv.DictReader(file)))
+        questions = tuple(Question(**row) for row in csv.DictReader(file))
+    return Diary(entries, questions)

@@ -13,30 +13,26 @@ Other versions have other texts, hence other figures: :func:`versions` says whic
 them are not those of a record.
 """
 
-import ast
 import bisect
 import contextlib
 import csv
 import gc
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
 import platform
-import re
-import sys
-import sysconfig
-import unicodedata
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 from plpkg import catalog
-from plpkg.corpora import documents
+from plpkg.corpora import documents, duplicates, installed
 from plpkg.corpora.documents import SPLITS, Document, Writer, mask_scored
+from plpkg.corpora.duplicates import Deduplicator
+from plpkg.corpora.installed import modules, sources
 from plpkg.untrusted import read_file, shown
 from plpkg.validation import one_of
 
@@ -50,30 +46,16 @@ PRIVATE = ("matplotlib", "numpy", "opacus", "pandas", "peft", "scipy", "seaborn"
 """The private writers."""
 
 SHARES = {"public": (0.92, 0.04, 0.04), "private": (0.8, 0.1, 0.1)}
-"""What train, validation and test get of the public text, and of each private writer's."""
+"""The shares of train, validation and test, of the public text and of each private writer's."""
 
 SHORTEST = 200
 """Characters in the shortest document that is kept."""
 
-KEPT, MAX_CACHE_BYTES = 3, 2**26
-"""Cache files that stay, each of about 26 MB: the newest, of as many installations; and the most that one may have."""
+KEPT = 3
+"""Cache files that stay: the newest, of as many installations."""
 
-SKIPPED = {
-    "test", "tests", "testing", "conftest.py", "_vendor", "_vendored", "vendor", "externals", "_distributor_init.py",
-}  # fmt: skip
-"""Folders and files that hold other people's text, none for readers, or another one on each system."""
-
-SPLIT_OFF = {"tkinter", "idlelib", "turtledemo", "lib2to3", "ensurepip", "distutils", "msilib", "pydoc_data"}
-"""Parts of the standard library that some systems lack or ship apart; the topics are read by themselves."""
-
-UNPRINTABLE = re.compile("[\x00-\x09\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff]")
-"""Control characters but the line feed, lone surrogates, byte order marks."""
-
-SHINGLE = 5
-"""Words in a shingle."""
-
-SEEN_SHARE = 0.5
-"""A paragraph with at least this share of its shingles seen before is a near-duplicate."""
+MAX_CACHE_BYTES = 2**26
+"""The most that a cache file may have; it has about 26 MB."""
 
 
 def public(split: str) -> list[Document]:
@@ -113,40 +95,52 @@ def _library() -> dict[str, Writer]:
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             warnings.warn(f"{path} cannot be read ({shown(str(error))}): the corpora are built anew", stacklevel=2)
     library = build()
-    packed = {
-        name: {split: [vars(d) for d in writer.documents[split]] for split in SPLITS}
-        for name, writer in library.items()
-    }
+    _keep(library, path)
+    return library
+
+
+def _keep(library: Mapping[str, Writer], path: Path) -> None:
+    """Write the cache file, and delete the oldest ones beside it; a warning if that cannot be done."""
+    packed = {}
+    for name, writer in library.items():
+        packed[name] = {split: [vars(document) for document in writer.documents[split]] for split in SPLITS}
     partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(json.dumps(packed), encoding="utf-8")
         partial.replace(path)  # never half a file, even with two processes at it
-        for old in sorted(path.parent.glob("corpora-*.json"), key=lambda p: p.stat().st_mtime)[:-KEPT]:
+        by_age = sorted(path.parent.glob("corpora-*.json"), key=lambda file: file.stat().st_mtime)
+        for old in by_age[:-KEPT]:
             old.unlink(missing_ok=True)
     except OSError as error:
         with contextlib.suppress(OSError):
             partial.unlink(missing_ok=True)  # on a full disk, half a file
-        warnings.warn(f"the corpora cannot be kept in {path.parent} ({error})", stacklevel=2)
-    return library
+        warnings.warn(f"the corpora cannot be kept in {path.parent} ({error})", stacklevel=3)
 
 
 def _unpack(packed: dict) -> dict[str, Writer]:
-    def document(fields: dict) -> Document:
-        return Document(fields["name"], fields["text"], tuple((start, end) for start, end in fields["masked"]))
+    """The writers in a cache file's JSON; ValueError, KeyError, TypeError or AttributeError if they are not there."""
 
-    return {
-        name: Writer(name, {split: tuple(map(document, packed[name][split])) for split in SPLITS})
-        for name in ("public", *PRIVATE)
-    }
+    def document(fields: dict) -> Document:
+        masked = tuple((start, end) for start, end in fields["masked"])  # JSON has lists
+        return Document(fields["name"], fields["text"], masked)
+
+    library = {}
+    for name in ("public", *PRIVATE):
+        splits = {split: tuple(map(document, packed[name][split])) for split in SPLITS}
+        library[name] = Writer(name, splits)
+    return library
 
 
 def _cache_path() -> Path:
     """A file of its own for each state of the source files, as sizes and times tell it, and of this code."""
-    code = [Path(path).read_bytes() for path in (__file__, documents.__file__)]
+    files = (__file__, documents.__file__, duplicates.__file__, installed.__file__)
+    code = [Path(file).read_bytes() for file in files]
     digest = hashlib.sha256(repr((versions(), code)).encode())
     for package in PUBLIC + PRIVATE:
-        for path, name in sources(package) if package != "topics" else ():
+        if package == "topics":  # a part of the standard library, whose version has been counted
+            continue
+        for path, name in sources(package):
             stat = path.stat()
             digest.update(f"{name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
     return catalog.cache_path(f"corpora-{digest.hexdigest()[:16]}.json")
@@ -159,9 +153,11 @@ def versions() -> dict[str, str]:
     missing = [name for name in packages if name not in distributions]
     if missing:
         raise ModuleNotFoundError(f"the corpora need the package {missing[0]!r}, which is not installed")
-    # What stands after the plus names a build (+cpu), not another text.
-    of_packages = {name: version(distributions[name][0]).partition("+")[0] for name in packages}
-    return {"python": platform.python_version()} | of_packages
+    found = {"python": platform.python_version()}
+    for name in packages:
+        distribution = distributions[name][0]
+        found[name] = version(distribution).partition("+")[0]  # after the plus is a build (+cpu), not another text
+    return found
 
 
 def described(versions: Mapping[str, str]) -> str:
@@ -170,15 +166,18 @@ def described(versions: Mapping[str, str]) -> str:
 
 
 def changed(built_with: str) -> list[str]:
-    """Which versions are other ones than those of a record: ``["numpy 2.5.0, not 2.4.1"]``.
+    """List the versions that are not those of a record: ``["numpy 2.5.0, not 2.4.1"]``.
 
     Parameters
     ----------
     built_with
         The record's versions, as :func:`described` wrote them.
     """
-    before = dict(item.rpartition(" ")[::2] for item in built_with.split(", "))
-    return [f"{name} {now}, not {before.get(name)}" for name, now in versions().items() if before.get(name) != now]
+    recorded = {}
+    for item in built_with.split(", "):
+        name, _, then = item.rpartition(" ")
+        recorded[name] = then
+    return [f"{name} {now}, not {recorded.get(name)}" for name, now in versions().items() if recorded.get(name) != now]
 
 
 @contextlib.contextmanager
@@ -199,26 +198,34 @@ def build(public: tuple[str, ...] = PUBLIC, private: tuple[str, ...] = PRIVATE) 
     from tqdm.auto import tqdm
 
     names = ("public", *private)
-    assigned, learnt = {name: {} for name in names}, _learnt_splits()
+    assigned = {name: {split: {} for split in SPLITS} for name in names}  # writer, split, module: its docstrings
+    learnt = _learnt_splits()
     packages = [("public", package) for package in public] + [(name, name) for name in private]
     for name, package in tqdm(packages, "reading docstrings"):
         texts = modules(package)
         parts = by_name(texts, SHARES["public"], learnt) if name == "public" else by_size(texts, SHARES["private"])
         for split, part in zip(SPLITS, parts, strict=True):
-            assigned[name].setdefault(split, {}).update(part)
+            assigned[name][split] |= part
 
     # Who comes first keeps a shared paragraph: the public before the private, training text before scored text.
+    order = [("public", split) for split in SPLITS]
+    for split in SPLITS:
+        order += [(name, split) for name in private]
     deduplicate = Deduplicator()
-    order = [("public", split) for split in SPLITS] + [(name, split) for split in SPLITS for name in private]
-    kept = {name: {} for name in names}
+    kept = {name: {} for name in names}  # writer, split: its documents
     for name, split in tqdm(order, "removing duplicates"):
-        texts = ((module, deduplicate(paragraphs)) for module, paragraphs in assigned[name][split].items())
-        kept[name][split] = tuple(Document(module, text) for module, text in texts if len(text) >= SHORTEST)
-    return {w.name: w for w in mask_scored([Writer(name, documents) for name, documents in kept.items()])}
+        documents = []
+        for module, docstrings in assigned[name][split].items():
+            text = deduplicate(docstrings)
+            if len(text) >= SHORTEST:
+                documents.append(Document(module, text))
+        kept[name][split] = tuple(documents)
+    writers = [Writer(name, documents) for name, documents in kept.items()]
+    return {writer.name: writer for writer in mask_scored(writers)}
 
 
 def _learnt_splits() -> dict[str, int]:
-    """Where each public module was when ``plpkg-small`` learnt: there it stays, whatever the versions."""
+    """The number of the split in which each public module was when ``plpkg-small`` learnt: there it stays."""
     with catalog.data_path("backbone", "modules.csv").open(encoding="utf-8", newline="") as file:
         return {row["module"]: SPLITS.index(row["split"]) for row in csv.DictReader(file)}
 
@@ -237,10 +244,12 @@ def by_name(
     fixed
         Modules whose part is given by its number.
     """
-    parts, edges = [{} for _ in shares], list(itertools.accumulate(shares))[:-1]
+    parts = [{} for _ in shares]
+    edges = list(itertools.accumulate(shares))[:-1]
     for name in sorted(modules):
-        at = bisect.bisect(edges, int.from_bytes(_digest(name)[:8], "big") / 2**64)
-        parts[fixed.get(name, at)][name] = modules[name]
+        drawn = int.from_bytes(_digest(name)[:8], "big") / 2**64  # from 0 to 1
+        part = fixed.get(name, bisect.bisect(edges, drawn))
+        parts[part][name] = modules[name]
     return parts
 
 
@@ -250,9 +259,11 @@ def by_size(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[di
     A writer with few modules gets its shares more evenly than by :func:`by_name`. The part is chosen
     before the module is measured: large modules are as likely to be held out as small ones.
     """
-    parts, sizes = [{} for _ in shares], [0] * len(shares)
+    parts = [{} for _ in shares]
+    sizes = [0] * len(shares)  # in characters
     for name in sorted(modules, key=_digest):
-        at = max(range(len(shares)), key=lambda i: shares[i] * sum(sizes) - sizes[i])
+        lacking = [share * sum(sizes) - size for share, size in zip(shares, sizes, strict=True)]
+        at = lacking.index(max(lacking))
         parts[at][name] = modules[name]
         sizes[at] += sum(map(len, modules[name]))
     return [dict(sorted(part.items())) for part in parts]
@@ -260,149 +271,3 @@ def by_size(modules: dict[str, list[str]], shares: tuple[float, ...]) -> list[di
 
 def _digest(name: str) -> bytes:
     return hashlib.sha256(name.encode()).digest()
-
-
-def modules(package: str) -> dict[str, list[str]]:
-    """The docstrings of every module of a package, by the module's path.
-
-    Parameters
-    ----------
-    package
-        A package's import name; ``"stdlib"`` for the standard library, ``"topics"`` for the language
-        reference that ``help()`` shows.
-
-    Returns
-    -------
-    dict
-        ``"numpy/linalg/_linalg.py"``: its docstrings in source order, cleaned; modules without any left out.
-
-    Raises
-    ------
-    ModuleNotFoundError
-        The package is not installed.
-    ValueError
-        It is in several folders, or has no source files with docstrings (a zip file, say).
-    """
-    if package == "topics":
-        from pydoc_data.topics import topics
-
-        found = {f"topics/{name}": [clean(topics[name])] for name in sorted(topics)}
-    else:
-        found = {name: [*filter(None, map(clean, docstrings(path)))] for path, name in sources(package)}
-    documented = {name: texts for name, texts in found.items() if texts}
-    if not documented:
-        raise ValueError(
-            f"the corpora need the docstrings of {package!r}, but no source file in {root_of(package)} has any"
-        )
-    return documented
-
-
-def sources(package: str) -> list[tuple[Path, str]]:
-    """Every source file that is read, with its module's path, sorted by this; errors as in :func:`modules`."""
-    root, python_files = root_of(package), []
-    for folder, folders, files in os.walk(root):
-        parts = Path(folder).relative_to(root).parts
-        wanted = (lambda name: True) if parts or package != "stdlib" else _standard
-        folders[:] = [name for name in folders if name not in SKIPPED and wanted(name)]
-        python_files += [
-            (Path(folder, name), "/".join((package, *parts, name)))
-            for name in files
-            if name.endswith(".py") and name not in SKIPPED and wanted(name)
-        ]
-    return sorted(python_files, key=lambda source: source[1])
-
-
-def root_of(package: str) -> Path:
-    """The folder of a package's source files; errors as in :func:`modules`."""
-    if package in ("stdlib", "topics"):
-        return Path(sysconfig.get_path("stdlib"))
-    spec = importlib.util.find_spec(package)
-    if spec is None or not spec.submodule_search_locations:
-        raise ModuleNotFoundError(f"the corpora need the package {package!r}, which is not installed", name=package)
-    locations = list(spec.submodule_search_locations)
-    if len(locations) > 1:
-        raise ValueError(f"the corpora need the package {package!r} in one folder, it is in {', '.join(locations)}")
-    return Path(locations[0])
-
-
-def _standard(top: str) -> bool:
-    """Whether a name in the standard library's folder belongs to it: others are a site's own, or installed there."""
-    name = top.removesuffix(".py")
-    return name in sys.stdlib_module_names and name not in SPLIT_OFF
-
-
-def docstrings(path: Path) -> list[str]:
-    """The docstrings of one source file, in source order; none if it is not valid Python (a template, say)."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # invalid escapes in other people's strings
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (SyntaxError, ValueError):
-            return []
-        return [text for node in (tree, *_definitions(tree)) if (text := ast.get_docstring(node))]
-
-
-def _definitions(node: ast.AST) -> Iterator[ast.AST]:
-    """Classes and functions in source order. Only statements hold any: expressions, most of a tree, are passed by."""
-    for block in ("body", "handlers", "orelse", "finalbody", "cases"):
-        for child in getattr(node, block, ()):
-            if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                yield child
-            yield from _definitions(child)
-
-
-def clean(text: str) -> str:
-    """One form for the same text: NFC, spaces for tabs, no control characters, no trailing or surplus blank space."""
-    text = UNPRINTABLE.sub("", text.replace("\r\n", "\n").expandtabs(4))
-    text = re.sub(r" +$", "", unicodedata.normalize("NFC", text), flags=re.MULTILINE)
-    return re.sub(r"\n{3,}", "\n\n", text).strip("\n")
-
-
-class Deduplicator:
-    """Keeps what is new. It remembers all that it has kept, so the order of the calls decides who keeps a text.
-
-    A paragraph counts as a near-duplicate if most of its five-word shingles have been seen before
-    (Broder 1997; the share of the paragraph, not of the union, so that a part of an earlier text counts too).
-    """
-
-    def __init__(self) -> None:
-        self._words: dict[str, int] = {}
-        self._seen: set[int] = set()
-
-    def __call__(self, docstrings: Iterable[str]) -> str:
-        """The docstrings without near-duplicate paragraphs, joined by blank lines.
-
-        Paragraphs of fewer than :data:`SHINGLE` words (headings, say) stay with a docstring of which
-        something longer stays, or that is short as a whole and new.
-        """
-        return "\n\n".join(filter(None, map(self._keep, docstrings)))
-
-    def _keep(self, docstring: str) -> str:
-        kept, lost, fresh = [], False, False
-        for paragraph in re.split(r"\n\s*\n", docstring):
-            shingles = self._shingles(paragraph)
-            if len(shingles) and sum(s in self._seen for s in shingles) >= SEEN_SHARE * len(shingles):
-                lost = True
-                continue
-            self._seen.update(shingles)
-            fresh |= bool(shingles)
-            kept.append(paragraph)
-        if fresh:
-            return "\n\n".join(kept)
-        if lost:
-            return ""
-        whole = hash((-1, *self._ids(docstring)))
-        if whole in self._seen:
-            return ""
-        self._seen.add(whole)
-        return docstring
-
-    def _ids(self, text: str) -> list[int]:
-        # Numbers are all alike: two paragraphs that differ in them alone are duplicates.
-        # Word numbers, not words, are hashed: Python's hash of a string changes from process to process.
-        words = re.findall(r"[^\W\d_]+|\d+", text.lower())
-        return [self._words.setdefault("0" if word.isdigit() else word, len(self._words)) for word in words]
-
-    def _shingles(self, paragraph: str) -> list[int]:
-        ids = self._ids(paragraph)
-        return [hash(tuple(ids[i : i + SHINGLE])) for i in range(len(ids) - SHINGLE + 1)]

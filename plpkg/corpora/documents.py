@@ -1,4 +1,4 @@
-"""What every corpus is made of: documents, and writers who have some of them in each split.
+"""Documents, and writers who have some of them in each split: every corpus is made of these.
 
 What a text to be scored shares with training text, :data:`SPAN` characters or more, is masked: found exactly, by the
 hash of every window of characters.
@@ -48,15 +48,18 @@ class Document:
 
     def __post_init__(self) -> None:
         for field in ("name", "text"):
-            if not isinstance(value := getattr(self, field), str):
+            value = getattr(self, field)
+            if not isinstance(value, str):
                 raise ValueError(f"a document's {field} must be a text, got {shown(value)}")
             try:
                 value.encode()
             except UnicodeEncodeError as error:
                 where = f"{shown(self.name)[1:-1]}: character {error.start} of its {field}"
                 raise ValueError(f"{where} is {value[error.start]!r}") from None
-        edges = [edge for span in self.masked for edge in span]
-        if any(len(span) != 2 for span in self.masked) or any(a >= b for a, b in itertools.pairwise(edges)):
+        edges = list(itertools.chain.from_iterable(self.masked))
+        all_pairs = all(len(span) == 2 for span in self.masked)
+        ascending = all(a < b for a, b in itertools.pairwise(edges))
+        if not all_pairs or not ascending:
             raise ValueError(f"{self.name}: masked spans must be ascending and disjoint, got {self.masked!r}")
         if edges and (edges[0] < 0 or edges[-1] > len(self.text)):
             raise ValueError(f"{self.name}: a masked span lies outside its {len(self.text)} characters")
@@ -68,8 +71,13 @@ class Document:
 
     def unmasked(self) -> list[str]:
         """The pieces of the text that are scored, in order."""
-        edges = [0, *(edge for span in self.masked for edge in span), len(self.text)]
-        return [self.text[a:b] for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
+        pieces = []
+        position = 0
+        for start, end in self.masked:
+            pieces.append(self.text[position:start])
+            position = end
+        pieces.append(self.text[position:])
+        return [piece for piece in pieces if piece]
 
     def __repr__(self) -> str:
         return f"Document({self.name!r}, {len(self.text):,} characters)"
@@ -112,7 +120,9 @@ class Writer(Tabular):
     def masked_share(self, split: str) -> float:
         """The share of the split's characters that is not scored."""
         documents = self.split(split)
-        return sum(d.masked_characters for d in documents) / max(1, sum(len(d.text) for d in documents))
+        masked = sum(document.masked_characters for document in documents)
+        characters = sum(len(document.text) for document in documents)
+        return masked / max(1, characters)
 
     def rows(self) -> list[dict]:
         return [
@@ -142,7 +152,7 @@ def several(documents: Iterable[Document | str]) -> Iterator[Document]:
     """
     if isinstance(documents, str | Document):
         raise TypeError(f"documents must be several documents, a list say, got one {type(documents).__name__}")
-    return (Document("", d) if isinstance(d, str) else d for d in documents)
+    return (Document("", each) if isinstance(each, str) else each for each in documents)
 
 
 def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:
@@ -164,15 +174,21 @@ def cuts(what: str, count: int, shares: tuple[float, ...]) -> dict[str, slice]:
     """
     if len(shares) != len(SPLITS) or not math.isclose(sum(number("share", share) for share in shares), 1):
         raise ValueError(f"shares must be three numbers that add up to 1, for {', '.join(SPLITS)}, got {shares!r}")
-    needed = [int(share > 0) for share in shares]
+    needed = [int(share > 0) for share in shares]  # things that each split must have
     if count < sum(needed):
         wanting = ", ".join(itertools.compress(SPLITS, needed))
-        raise ValueError(f"{count} {what}: too few, {wanting} need{'s' * (sum(needed) == 1)} one each")
-    edges = [0]
-    for i, least in enumerate(needed):
-        edge = max(edges[-1] + least, round(count * sum(shares[: i + 1])))
-        edges.append(min(edge, count - sum(needed[i + 1 :])) if least else edges[-1])
-    return {split: slice(*edge) for split, edge in zip(SPLITS, itertools.pairwise(edges), strict=True)}
+        need = "needs" if sum(needed) == 1 else "need"
+        raise ValueError(f"{count} {what}: too few, {wanting} {need} one each")
+    parts = {}
+    start = 0
+    for i, split in enumerate(SPLITS):
+        end = start
+        if needed[i]:
+            end = max(start + 1, round(count * sum(shares[: i + 1])))
+            end = min(end, count - sum(needed[i + 1 :]))  # one is left for each that comes after
+        parts[split] = slice(start, end)
+        start = end
+    return parts
 
 
 def window_hashes(text: str, span: int = SPAN) -> np.ndarray:
@@ -194,6 +210,7 @@ def window_hashes(text: str, span: int = SPAN) -> np.ndarray:
 
 
 def _powers(base: int, count: int) -> np.ndarray:
+    """``base`` to the power of 0, 1, …: ``(count,)`` uint64, modulo 2^64."""
     powers = np.full(count, base, dtype=np.uint64)
     powers[0] = 1
     return np.multiply.accumulate(powers)
@@ -201,12 +218,17 @@ def _powers(base: int, count: int) -> np.ndarray:
 
 def mask_scored(writers: Sequence[Writer]) -> list[Writer]:
     """The writers with every span masked, in validation and test, that stands in anybody's training text."""
-    training = [window_hashes(d.text) for w in writers for d in w.split("train")]
-    hashes = np.sort(np.concatenate([window_hashes(""), *training]))  # there may be no training text
-    return [
-        Writer(w.name, {s: w.documents[s] if s == "train" else mask(w.documents[s], hashes) for s in SPLITS})
-        for w in writers
-    ]
+    training = [window_hashes("")]  # there may be no training text
+    for writer in writers:
+        training += [window_hashes(document.text) for document in writer.split("train")]
+    hashes = np.sort(np.concatenate(training))
+    masked = []
+    for writer in writers:
+        documents = {"train": writer.documents["train"]}
+        for split in ("validation", "test"):
+            documents[split] = mask(writer.documents[split], hashes)
+        masked.append(Writer(writer.name, documents))
+    return masked
 
 
 def mask(documents: Sequence[Document], training: np.ndarray) -> tuple[Document, ...]:
@@ -219,17 +241,23 @@ def mask(documents: Sequence[Document], training: np.ndarray) -> tuple[Document,
     training
         The sorted :func:`window_hashes` of the training text.
     """
-    masked = []
-    for document in documents:
-        hashes = window_hashes(document.text)
-        order = hashes.argsort()  # neighbours are found together, which is three times as fast
-        at = np.minimum(np.searchsorted(training, hashes[order]), max(0, len(training) - 1))
-        starts = np.sort(order[training[at] == hashes[order]]) if len(training) else np.empty(0, dtype=int)
-        masked.append(Document(document.name, document.text, _spans(starts)))
-    return tuple(masked)
+    return tuple(Document(each.name, each.text, _spans(_shared(each.text, training))) for each in documents)
+
+
+def _shared(text: str, training: np.ndarray) -> np.ndarray:
+    """Where windows of a text begin that the training text has, too: ascending, in characters."""
+    if not len(training):
+        return np.empty(0, dtype=int)
+    hashes = window_hashes(text)
+    order = hashes.argsort()  # neighbours are found together, which is three times as fast
+    ascending = hashes[order]
+    at = np.searchsorted(training, ascending)
+    at = np.minimum(at, len(training) - 1)  # a hash above all others is compared with the last
+    return np.sort(order[training[at] == ascending])
 
 
 def _spans(starts: np.ndarray) -> tuple[tuple[int, int], ...]:
+    """The spans ``(start, end)`` that windows cover which begin at ``starts``."""
     if not len(starts):
         return ()
     breaks = np.flatnonzero(np.diff(starts) > SPAN) + 1  # windows that touch or overlap make one span

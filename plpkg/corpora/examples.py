@@ -1,4 +1,4 @@
-"""What a model learns from: samples with their labels, and a person's share of them.
+"""Samples with their labels, from which a model learns, and a person's share of them.
 
 A label of -100 is neither learnt nor scored (torch's ``ignore_index``): padding, words that the vocabulary lacks, text
 that stands in somebody's training part too.
@@ -37,8 +37,8 @@ class Examples(Tabular):
     y: torch.Tensor
 
     def __post_init__(self) -> None:
-        fits = self.y.dim() in (1, 2) and self.y.numel() and self.x.shape[: self.y.dim()] == self.y.shape
-        if not fits or self.y.dtype != torch.int64:
+        sound = self.y.dim() in (1, 2) and self.y.numel() > 0 and self.y.dtype == torch.int64
+        if not sound or self.x.shape[: self.y.dim()] != self.y.shape:
             shapes = f"x {tuple(self.x.shape)}, y {tuple(self.y.shape)} of {self.y.dtype}"
             raise ValueError(f"examples need a sample, and an int64 label for each sample or place of it, got {shapes}")
 
@@ -47,10 +47,12 @@ class Examples(Tabular):
 
     def __getitem__(self, which: slice | torch.Tensor) -> Self:
         """Some of the samples; padding that none of them needs is cut off."""
-        x, y = self.x[which], self.y[which]
+        x = self.x[which]
+        y = self.y[which]
         if y.dim() == 2:
             longest = max(1, int(_lengths(y).max()))
-            x, y = x[:, :longest], y[:, :longest]
+            x = x[:, :longest]
+            y = y[:, :longest]
         return type(self)(x, y)
 
     @property
@@ -65,12 +67,14 @@ class Examples(Tabular):
         if self.y.dim() == 1:
             return list(order.split(batch))
         lengths = _lengths(self.y)
-        pools = [pool[lengths[pool].argsort(stable=True)].split(batch) for pool in order.split(batch * POOL)]
-        batches = [each for pool in pools for each in pool]
+        batches = []
+        for pool in order.split(batch * POOL):
+            by_length = pool[lengths[pool].argsort(stable=True)]
+            batches += by_length.split(batch)
         return [batches[i] for i in torch.randperm(len(batches), generator=generator)]
 
     def chunks(self, batch: int = 64) -> Iterator[Self]:
-        """All samples in their order, so many at a time."""
+        """All samples in their order, ``batch`` of them at a time."""
         for start in range(0, len(self), batch):
             yield self[start : start + batch]
 
@@ -89,27 +93,35 @@ class Examples(Tabular):
     @classmethod
     def joined(cls, parts: Iterable[Self]) -> Self:
         """The examples of several people as one; shorter sequences are padded on the right."""
-        if not (parts := list(parts)):
+        parts = list(parts)
+        if not parts:
             raise ValueError("there are no examples to join")
         if parts[0].y.dim() == 2:
             longest = max(part.y.shape[1] for part in parts)
             parts = [cls(_padded(part.x, longest, 0), _padded(part.y, longest, IGNORED)) for part in parts]
-        return cls(torch.cat([part.x for part in parts]), torch.cat([part.y for part in parts]))
+        x = torch.cat([part.x for part in parts])
+        y = torch.cat([part.y for part in parts])
+        return cls(x, y)
 
     def rows(self) -> list[dict]:
-        return [{"samples": len(self), "labels": self.labels, "classes": len(self.y[self.y != IGNORED].unique())}]
+        classes = self.y[self.y != IGNORED].unique()
+        return [{"samples": len(self), "labels": self.labels, "classes": len(classes)}]
 
     def __repr__(self) -> str:
         return f"Examples({len(self):,} samples of {tuple(self.x.shape[1:])}, {self.labels:,} labels)"
 
 
 def _lengths(y: torch.Tensor) -> torch.Tensor:
-    """Where the last label of each row of ``(samples, seq)`` ends: ``(samples,)``."""
-    return ((y != IGNORED) * torch.arange(1, y.shape[1] + 1)).amax(1)
+    """The places of each row of ``(samples, seq)`` up to its last label: ``(samples,)``, 0 if it has none."""
+    places = torch.arange(1, y.shape[1] + 1)
+    return ((y != IGNORED) * places).amax(1)
 
 
 def _padded(values: torch.Tensor, length: int, fill: int) -> torch.Tensor:
-    return torch.cat([values, values.new_full((len(values), length - values.shape[1], *values.shape[2:]), fill)], 1)
+    """Rows ``(samples, seq, ...)`` that are ``length`` long, filled up on the right."""
+    samples, seq, *rest = values.shape
+    padding = values.new_full((samples, length - seq, *rest), fill)
+    return torch.cat([values, padding], 1)
 
 
 class Person(NamedTuple):
@@ -143,11 +155,13 @@ def word_examples(
     """
     whole_number("seq", seq, 1)
     limit = limit if limit is None else whole_number("limit", limit, 1)
-    rows, count = [], 0
+    rows = []
+    count = 0  # of words
     for document in several(documents):
         for words in sentences(document):
             ids = vocabulary.ids(words)
-            rows += [torch.tensor([BEGIN, *ids[i : i + seq]]) for i in range(0, len(ids), seq)]
+            for i in range(0, len(ids), seq):
+                rows.append(torch.tensor([BEGIN, *ids[i : i + seq]]))
             count += len(ids)
             if limit is not None and count >= limit:
                 return _next(rows)
@@ -155,31 +169,40 @@ def word_examples(
 
 
 def _next(rows: list[torch.Tensor]) -> Examples:
+    """Each place of the rows labelled with the word that comes next."""
     if not rows:
         raise ValueError("there is no word in the documents")
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)  # (samples, seq + 1); padding is UNKNOWN
-    return Examples(ids[:, :-1], ids[:, 1:].masked_fill(ids[:, 1:] == UNKNOWN, IGNORED))
+    following = ids[:, 1:]
+    return Examples(ids[:, :-1], following.masked_fill(following == UNKNOWN, IGNORED))
 
 
 def token_examples(documents: Sequence[Tokens], *, seq: int = 128, limit: int | None = None) -> Examples:
-    """What ``corpora.encode`` made of a text, as a causal language model learns it: windows ``(samples, seq)``.
+    """Tokens, from ``corpora.encode``, as a causal language model learns them: windows ``(samples, seq)``.
 
     A document's last window is padded; what is masked is no label. Parameters as for :func:`word_examples`.
     """
     whole_number("seq", seq, 1)
     limit = limit if limit is None else whole_number("limit", limit, 1)
-    x, y, count = [], [], 0
-    for document in documents:
-        labels = document.ids.masked_fill(~document.scored, IGNORED)
-        for i in range(0, len(document) - 1, seq):
-            x.append(document.ids[i : i + seq][: len(document) - 1 - i])
-            y.append(labels[i + 1 : i + 1 + seq])
-            count += len(y[-1])
-            if limit is not None and count >= limit:
-                break
+    x = []
+    y = []
+    count = 0  # of tokens
+    for inputs, labels in _windows(documents, seq):
+        x.append(inputs)
+        y.append(labels)
+        count += len(labels)
         if limit is not None and count >= limit:
             break
     if not x:
         raise ValueError("there is no token to predict in the documents")
     pad = torch.nn.utils.rnn.pad_sequence
     return Examples(pad(x, batch_first=True), pad(y, batch_first=True, padding_value=IGNORED))
+
+
+def _windows(documents: Iterable[Tokens], seq: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Ids and labels ``(at most seq,)`` of each window; a document's last token has no label to predict."""
+    for document in documents:
+        inputs = document.ids[:-1]
+        labels = document.ids.masked_fill(~document.scored, IGNORED)[1:]
+        for i in range(0, len(inputs), seq):
+            yield inputs[i : i + seq], labels[i : i + seq]

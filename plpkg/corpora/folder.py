@@ -61,7 +61,11 @@ def text_folder(
         name = folder or root
         parts = cuts(f"text files of the writer {shown(name)} in {path}", len(documents), shares)
         order = np.random.default_rng((seed, *folder.encode())).permutation(len(documents))
-        writers.append(Writer(name, {s: tuple(documents[i] for i in sorted(order[parts[s]])) for s in SPLITS}))
+        dealt = {}
+        for split in SPLITS:
+            chosen = sorted(order[parts[split]])
+            dealt[split] = tuple(documents[i] for i in chosen)
+        writers.append(Writer(name, dealt))
     return mask_scored(sorted(writers, key=lambda writer: writer.name))
 
 
@@ -73,7 +77,8 @@ def text_files(path: str | Path) -> list[Document]:
     ValueError, OSError
         As :func:`text_folder`.
     """
-    root, documents = Path(path).resolve(), []
+    root = Path(path).resolve()
+    documents = []
     for file in _text_files(root):
         name = "/".join(map(_printable, file.relative_to(root).parts))
         text = read_utf8(file, MAX_TEXT_BYTES)
@@ -90,13 +95,17 @@ def _printable(name: str) -> str:
 
 
 def _text_files(root: Path) -> Iterator[Path]:
+    """Files that end like a text, in no order; no hidden ones, and no links."""
+
     def stop(error: OSError) -> None:
         raise error  # os.walk would pass over a folder that it cannot read
 
     for folder, subfolders, names in os.walk(root, onerror=stop):
         subfolders[:] = [name for name in subfolders if not name.startswith(".")]
-        for file in (Path(folder, name) for name in names if not name.startswith(".")):
-            if file.suffix.lower() in (".txt", ".md") and not file.is_symlink():
+        for name in names:
+            file = Path(folder, name)
+            is_text = file.suffix.lower() in (".txt", ".md") and not name.startswith(".")
+            if is_text and not file.is_symlink():
                 yield file
 
 
@@ -116,7 +125,7 @@ def read_utf8(file: Path, most_bytes: int = MAX_BYTES) -> str:
     OSError
         There is no such file.
     """
-    os.stat(file)
+    os.stat(file)  # an OSError if there is none, where read_file has a ValueError
     try:
         content = read_file(file, most_bytes)
     except ValueError as error:

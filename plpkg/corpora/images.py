@@ -69,7 +69,8 @@ class Images(Tabular):
             Shares that are not three numbers from 0 on with sum 1, too few images, or a bad seed.
         """
         parts = cuts("images", len(self), shares)
-        order = torch.from_numpy(np.random.default_rng(whole_number("seed", seed, 0)).permutation(len(self)))
+        generator = np.random.default_rng(whole_number("seed", seed, 0))
+        order = torch.from_numpy(generator.permutation(len(self)))
         return {split: self._take(order[part]) for split, part in parts.items()}
 
     def batches(self, batch: int, seed: int = 0) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -98,14 +99,16 @@ class Images(Tabular):
 
         def endless() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
             generator = np.random.default_rng(seed)
+            whole_batches = len(self) // batch * batch  # the images in them
             while True:
                 order = torch.from_numpy(generator.permutation(len(self)))
-                for at in order[: len(self) // batch * batch].split(batch):
+                for at in order[:whole_batches].split(batch):
                     yield self.images[at], self.labels[at]
 
         return endless()
 
     def _take(self, which: torch.Tensor) -> Self:
+        """Some of the images, with all that is known of them."""
         return type(self)(**{field.name: getattr(self, field.name)[which] for field in fields(self)})
 
     def rows(self) -> list[dict]:
@@ -137,7 +140,8 @@ class Digits(Images):
         ValueError
             No image is of that block.
         """
-        return self._take(self.blocks == one_of("block", i, tuple(self.blocks.unique().tolist())))
+        known = tuple(self.blocks.unique().tolist())
+        return self._take(self.blocks == one_of("block", i, known))
 
     def rows(self) -> list[dict]:
         blocks, counts = self.blocks.unique(return_counts=True)
@@ -181,8 +185,11 @@ def printed_digits() -> Images:
     import matplotlib
     from PIL import Image, ImageDraw, ImageFont
 
-    folder, drawn = Path(matplotlib.get_data_path(), "fonts", "ttf"), []
-    paths = [path for pattern in FONTS for path in sorted(folder.glob(pattern))]
+    folder = Path(matplotlib.get_data_path(), "fonts", "ttf")
+    paths = []
+    for pattern in FONTS:
+        paths += sorted(folder.glob(pattern))
+    drawn = []
     for path, digit, height in itertools.product(paths, "0123456789", (22, 26, 30)):
         font = partial(ImageFont.truetype, path, layout_engine=ImageFont.Layout.BASIC)
         _, top, _, bottom = font(size=1000).getbbox(digit)
@@ -190,18 +197,21 @@ def printed_digits() -> Images:
         left, top, right, bottom = scaled.getbbox(digit)
         for shift in (-2, 0, 2):
             image = Image.new("1", (32, 32))
-            at = 16 + shift - (left + right) / 2, 16 - (top + bottom) / 2
+            at = (16 + shift - (left + right) / 2, 16 - (top + bottom) / 2)  # its middle in the picture's
             ImageDraw.Draw(image).text(at, digit, 1, scaled)
-            drawn.append(np.asarray(image).reshape(8, 4, 8, 4).mean(axis=(1, 3)))
+            blocks = np.asarray(image).reshape(8, 4, 8, 4)
+            drawn.append(blocks.mean(axis=(1, 3)))  # (8, 8)
     images = torch.from_numpy(np.stack(drawn)).float().unsqueeze(1)  # (images, 1, 8, 8)
-    return Images(images, torch.arange(10).repeat_interleave(9).repeat(len(paths)))  # labels: (images,)
+    labels = torch.arange(10).repeat_interleave(9).repeat(len(paths))  # (images,): each digit in 3 heights, 3 places
+    return Images(images, labels)
 
 
 def _blocks(labels: np.ndarray) -> np.ndarray:
-    """Which block each image is of: ``(images,)`` int64, from 0, by the ordered runs of the labels ``(images,)``."""
+    """Each image's block: ``(images,)`` int64, from 0, by the ordered runs of the labels ``(images,)``."""
     windows = np.lib.stride_tricks.sliding_window_view(labels, 10)  # (images - 9, 10)
+    runs = np.flatnonzero((windows == np.arange(10)).all(axis=1))  # where 0, 1, ..., 9 begin
     starts: list[int] = []
-    for run in np.flatnonzero((windows == np.arange(10)).all(axis=1)):
+    for run in runs:
         if not starts or run - starts[-1] > GAP:
             starts.append(run)
     return np.searchsorted(starts, np.arange(len(labels)), side="right") - 1

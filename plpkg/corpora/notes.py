@@ -66,9 +66,10 @@ def notes(seed: int, *, entries: int = 60) -> Notes:
     ValueError
         There are no notes of this person, or not so many.
     """
-    kept = sorted(path.stem for path in catalog.data_path("notes", "people").glob("*.json"))
-    one_of("notes, as seed_entries,", f"{seed}_{entries}", tuple(kept))
-    whole = json.loads(catalog.data_path("notes", "people", f"{seed}_{entries}.json").read_text(encoding="utf-8"))
+    people = catalog.data_path("notes", "people")
+    kept = sorted(path.stem for path in people.glob("*.json"))
+    name = one_of("notes, as seed_entries,", f"{seed}_{entries}", tuple(kept))
+    whole = json.loads((people / f"{name}.json").read_text(encoding="utf-8"))
     documents = tuple(Document(name, text) for name, text in whole["entries"].items())
     questions = tuple(Asked(**each | {"notes": tuple(each["notes"])}) for each in whole["questions"])
     return Notes(whole["person"], documents, questions)

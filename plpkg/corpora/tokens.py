@@ -57,7 +57,9 @@ def encode(documents: Iterable[Document | str], tokenizer, *, control_tokens: bo
     documents = several(documents)
     if not getattr(tokenizer, "is_fast", False):
         raise ValueError(f"{type(tokenizer).__name__} does not tell where its tokens stand in the text: not a fast one")
-    start = next((i for i in (tokenizer.bos_token_id, tokenizer.eos_token_id) if i is not None), None)
+    start = tokenizer.bos_token_id
+    if start is None:
+        start = tokenizer.eos_token_id
     encoded = []
     for document in documents:
         fields = tokenizer(
@@ -68,33 +70,42 @@ def encode(documents: Iterable[Document | str], tokenizer, *, control_tokens: bo
             truncation=False,
             verbose=False,
         )
-        scored, num_bytes = _spans(document, np.array(fields["offset_mapping"], dtype=np.int64).reshape(-1, 2))
-        written = control_tokens and fields["input_ids"][:1] == [start]  # by the template
-        prefix = [] if start is None or written else [start]
-        encoded.append(
-            Tokens(
-                torch.tensor(prefix + fields["input_ids"], dtype=torch.int64),
-                torch.from_numpy(np.concatenate([np.zeros(len(prefix), bool), scored])),
-                torch.from_numpy(np.concatenate([np.zeros(len(prefix), np.int64), num_bytes])),
-            )
+        ids = fields["input_ids"]
+        offsets = np.array(fields["offset_mapping"], dtype=np.int64).reshape(-1, 2)  # no token: still two columns
+        scored, num_bytes = _spans(document, offsets)
+        written = control_tokens and ids[:1] == [start]  # by the template
+        if start is not None and not written:
+            ids = [start, *ids]
+            scored = np.concatenate([[False], scored])
+            num_bytes = np.concatenate([[0], num_bytes])
+        tokens = Tokens(
+            ids=torch.tensor(ids, dtype=torch.int64),
+            scored=torch.from_numpy(scored),
+            num_bytes=torch.from_numpy(num_bytes),
         )
+        encoded.append(tokens)
     return encoded
 
 
 def _spans(document: Document, offsets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """For each token whether it is scored and how many bytes it adds, from its characters' ``(start, end)``."""
     codes = np.frombuffer(document.text.encode("utf-32-le"), dtype=np.uint32)
-    widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)
+    widths = 1 + (codes > 0x7F).astype(np.int64) + (codes > 0x7FF) + (codes > 0xFFFF)  # in UTF-8
     masked = np.zeros(len(codes), dtype=np.int64)
     for start, end in document.masked:
         masked[start:end] = 1
-    byte_at, masked_at = (np.concatenate([[0], np.cumsum(values)]) for values in (widths, masked))
+    # How many bytes, and how many masked characters, stand before each character: (characters + 1,).
+    byte_at = np.concatenate([[0], np.cumsum(widths)])
+    masked_at = np.concatenate([[0], np.cumsum(masked)])
     # A token's text begins where the one before it ended: characters that a tokenizer drops (a space,
     # say) count for the next token, and a character in several tokens counts once, for the first.
-    ends = np.maximum.accumulate(offsets[:, 1]) if len(offsets) else offsets[:, 1]
-    starts = np.concatenate([[0], ends[:-1]])[: len(ends)]
+    if not len(offsets):
+        return np.zeros(0, dtype=bool), np.zeros(0, dtype=np.int64)
+    ends = np.maximum.accumulate(offsets[:, 1])
+    starts = np.concatenate([[0], ends[:-1]])
     touched = masked_at[ends] - masked_at[np.minimum(starts, offsets[:, 0])]
-    return touched == 0, byte_at[ends] - byte_at[starts]
+    num_bytes = byte_at[ends] - byte_at[starts]
+    return touched == 0, num_bytes
 
 
 def batch(documents: Sequence[Tokens]) -> dict[str, torch.Tensor]:
@@ -114,14 +125,15 @@ def batch(documents: Sequence[Tokens]) -> dict[str, torch.Tensor]:
     """
     if not documents:
         raise ValueError("there are no documents")
+    ids = [document.ids for document in documents]
+    masks = [torch.ones_like(each) for each in ids]
     labels = [document.ids.masked_fill(~document.scored, IGNORED) for document in documents]
-    columns = {
-        "input_ids": ([document.ids for document in documents], 0),
-        "attention_mask": ([torch.ones_like(document.ids) for document in documents], 0),
-        "labels": (labels, IGNORED),
-    }
     pad = torch.nn.utils.rnn.pad_sequence
-    return {name: pad(rows, batch_first=True, padding_value=fill) for name, (rows, fill) in columns.items()}
+    return {
+        "input_ids": pad(ids, batch_first=True),
+        "attention_mask": pad(masks, batch_first=True),
+        "labels": pad(labels, batch_first=True, padding_value=IGNORED),
+    }
 
 
 def batches(
@@ -166,6 +178,7 @@ def batches(
             order = torch.from_numpy(generator.permutation(len(windows)))
             for i in range(first, per_epoch):
                 yield windows[order[i * batch : (i + 1) * batch]]
-            epoch, first = epoch + 1, 0
+            epoch += 1
+            first = 0
 
     return endless()

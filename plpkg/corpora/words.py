@@ -9,8 +9,11 @@ from typing import Self
 from plpkg.corpora.documents import Document, several
 from plpkg.validation import whole_number
 
-UNKNOWN, BEGIN = 0, 1
-"""The ids of a word that is not in the vocabulary, and of the beginning of a sentence."""
+UNKNOWN = 0
+"""The id of a word that is not in the vocabulary."""
+
+BEGIN = 1
+"""The id of a sentence's beginning."""
 
 
 class Vocabulary:
@@ -29,8 +32,11 @@ class Vocabulary:
     @classmethod
     def of(cls, documents: Iterable[Document | str], size: int = 10_000) -> Self:
         """The ``size`` most frequent words of documents; among equally frequent ones, the alphabet decides."""
-        counts = Counter(word for document in several(documents) for words in sentences(document) for word in words)
         whole_number("size", size, 3)
+        counts = Counter()
+        for document in several(documents):
+            for words in sentences(document):
+                counts.update(words)
         frequent = sorted(counts, key=lambda word: (-counts[word], word))
         return cls(["<unknown>", "<begin>", *frequent[: size - 2]])
 
@@ -43,7 +49,7 @@ class Vocabulary:
 
     @property
     def sha256(self) -> str:
-        """What an LSTM's file names, so that no other vocabulary is taken for it."""
+        """The hash that an LSTM's file names, so that no other vocabulary is taken for its own."""
         return hashlib.sha256("\n".join(self.words).encode()).hexdigest()
 
 
@@ -51,5 +57,6 @@ def sentences(document: Document) -> Iterator[list[str]]:
     """The words of each sentence, in small letters, without numbers and signs; nothing that is masked."""
     for piece in document.unmasked():
         for sentence in re.split(r"[.!?:;](?=\s)|\n\s*\n", piece.lower()):
-            if words := re.findall(r"[^\W\d_]+(?:['’][^\W\d_]+)*", sentence):
+            words = re.findall(r"[^\W\d_]+(?:['’][^\W\d_]+)*", sentence)
+            if words:
                 yield words

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from plpkg.autonomy.online import FILE, OnlineLearner, head_gradient
-from plpkg.autonomy.transfer import load
+from plpkg.autonomy.personal import load
 from plpkg.backbones import FAMILIES, random_backbone
 from tests.autonomy.conftest import SIZES, images, learner as small_model, same, texts, values
 

@@ -17,8 +17,9 @@ from plpkg.adapters import Adapter, validate_adapter
 from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import HeadSplit, logits
 from plpkg.autonomy.online import OnlineLearner
+from plpkg.autonomy.personal import load
 from plpkg.autonomy.scope import personal_copy
-from plpkg.autonomy.transfer import WARMUP, Task, features, load, transfer
+from plpkg.autonomy.transfer import WARMUP, Task, features, transfer
 from plpkg.clipping import make_private
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.corpora.examples import IGNORED, Examples

@@ -8,9 +8,10 @@ import sys
 import pytest
 
 from plpkg import catalog, corpora
-from plpkg.corpora import SPLITS, docstrings
-from plpkg.corpora.docstrings import Deduplicator, clean, modules
+from plpkg.corpora import SPLITS, docstrings, installed
 from plpkg.corpora.documents import SPAN
+from plpkg.corpora.duplicates import Deduplicator
+from plpkg.corpora.installed import clean, modules
 
 from preloaded import Process
 
@@ -319,10 +320,10 @@ except* OSError:
 def test_definitions_are_found_in_every_kind_of_block_and_invalid_escapes_stay_silent(tmp_path):
     path = tmp_path / "a.py"
     path.write_text(BLOCKS)
-    assert docstrings.docstrings(path) == [str(n) for n in range(1, 12)]
+    assert installed.docstrings(path) == [str(n) for n in range(1, 12)]
     path = tmp_path / "a.py"
     path.write_text('"""A \\d pattern."""\nx = 1 is 1')
-    assert docstrings.docstrings(path) == ["A \\d pattern."]
+    assert installed.docstrings(path) == ["A \\d pattern."]
 
 
 def test_standard_library_and_topics_have_their_texts():
@@ -357,7 +358,7 @@ def test_what_a_site_adds_to_the_standard_library_is_not_read(tmp_path, monkeypa
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
         path.write_text('"""Text."""')
-    monkeypatch.setattr(docstrings.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(installed.sysconfig, "get_path", lambda name: str(tmp_path))
     assert list(modules("stdlib")) == ["stdlib/heapq.py", "stdlib/json/decoder.py"]
 
 
