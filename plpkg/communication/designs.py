@@ -141,8 +141,8 @@ def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
     one_of("recorded", recorded, tuple(rows["design"].unique()))
     found = []
     for name, some in rows[rows["design"] == recorded].groupby("attack"):
-        auc = some["auc"].mean()
-        error = math.sqrt((some["se"] ** 2).sum()) / len(some)  # persons are independent
+        auc = float(some["auc"].mean())
+        error = math.sqrt(float((some["se"] ** 2).sum())) / len(some)  # persons are independent
         low, high = max(0.0, auc - 1.96 * error), min(1.0, auc + 1.96 * error)
         found.append(Attack(name, auc, low, high, int(some["found"].sum()), int(some["found_of"].sum())))
     bounds = _asked(recorded, model)["bound"].dropna()
