@@ -45,6 +45,7 @@ TEXTS = [
     "NOTICE",
     "CITATION.cff",
     "docs/tour.md",
+    "docs/how.md",
     "docs/glossary.md",
     "data/README.md",
     "data/measured/README.md",

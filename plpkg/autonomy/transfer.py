@@ -49,8 +49,8 @@ class Task:
         are clipped to norm 1.
     evaluate_every, patience
         Steps from one evaluation on the validation data to the next, and after how many without a better loss
-        learning stops. ``patience=None``: never, and the last state counts, whatever the validation says. By default 5,
-        or None in a private task, which takes nothing else: ε covers the training examples alone, so the validation
+        learning stops. ``patience=None``: never, and the last state counts, whatever the validation says. By default 5;
+        in a private task it must be None: ε covers the training examples alone, so the validation
         data, which are the person's as well, decide nothing. The ``log`` reads them: do not publish it.
     seed
         Of the order of the samples, and of LoRA's first A.
@@ -303,7 +303,7 @@ class Task:
     def _gradient(self, step: int) -> float:
         """Leave the clipped gradient of the next batch in the parameters, and return its loss, as :func:`learn` asks.
 
-        In place of the loss it is the gradient's norm, if that is not finite: :func:`learn` then updates nothing.
+        If the gradient's norm is not finite, the norm stands in place of the loss, and :func:`learn` raises.
         """
         train = self._inputs[0]
         if not self._order:

@@ -27,8 +27,9 @@ def leaves(batch) -> list[torch.Tensor]:
 
 
 def examples(batch, index, of: int | None = None, but: Sequence[torch.Tensor] = ()):
-    """The batch of some of its examples: every tensor's first dimension indexed alike (with ``of``: if so long, and
-    ``but`` for those that all examples share).
+    """The batch of some of its examples: every tensor's first dimension is indexed alike.
+
+    With ``of``, only tensors of that length are indexed, except those in ``but``, which all examples share.
     """
     if isinstance(batch, torch.Tensor):
         if of is None:

@@ -66,7 +66,7 @@ class Execution:
 def smaller(uses: Sequence[Outer]) -> Choice:
     """Book-keeping's rule: the gradient, unless it takes more than twice the factors' bytes.
 
-    A gradient that is kept takes the place of the weight gradient, so that its norm is all it costs; factors need
+    A gradient that is kept is built instead of the weight gradient, so that only its norm is extra work; factors need
     Gram matrices beside it.
     """
     if not uses:

@@ -2,8 +2,8 @@
 
 Shapes do not tell the owner of a row: there may be as many positions as examples. So the model is run without gradients
 and without dropout. What grows from one example to two belongs to the examples; what stays, made of the same input,
-depends on none of them: positions, ``embedding(torch.arange(T))``. Such rows are then given once for each example: that
-must not change what the model gives.
+depends on none of them: positions, ``embedding(torch.arange(T))``. Such rows are then repeated for each example: the
+model's output must stay the same.
 """
 
 import warnings

@@ -239,7 +239,7 @@ def worst(ax=None):
     ax.set_xlabel("AUC of membership (0.5: guessing; ← better for the owner)")
     handles, labels = ax.get_legend_handles_labels()
     shown = dict(zip(labels, handles, strict=True))
-    ax.legend(shown.values(), shown.keys(), loc="lower left")
+    ax.legend(shown.values(), shown.keys(), loc="upper left")
     return theme.describe(ax, f"What the best attack tells of who was learnt, by design. {'; '.join(said)}.")
 
 

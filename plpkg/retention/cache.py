@@ -467,7 +467,7 @@ class EvictingCache(Cache):
 
     def expect_generate(self) -> None:
         """Let ``generate`` go on from here, once: what it is given was made for this length."""
-        self._expected = self.get_seq_length() if self.seen else 0  # of which all layers have as many
+        self._expected = self.get_seq_length() if self.seen else 0  # `seen` checks that all layers agree
 
     @property
     def _is_user_defined(self) -> bool:
@@ -475,7 +475,7 @@ class EvictingCache(Cache):
 
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
-        """transformers sets this where ``generate`` begins; it would take our length for that of a part of its ids."""
+        """transformers sets this where ``generate`` begins: unchecked, it would skip as many ids as are kept."""
         expected, self._expected = self._expected, None
         length = self.get_seq_length()
         if length and expected != length:

@@ -85,8 +85,8 @@ class PrefillResult:
         model
             The model that has read, or the same backbone with another adapter.
         ids
-            The question's tokens ``(n,)``, or ``(batch, n)`` of one length; one row is put to every prompt of the
-            batch, and to one prompt several can be put at once.
+            The question's tokens ``(n,)``, or ``(batch, n)`` of one length: one question goes to all prompts of a
+            batch, and several questions can go to one prompt.
         **generate
             Arguments of ``model.generate``: sampling, a streamer, ``logits_processor``, the length. The cache is used
             whatever ``generation_config`` says of caches, and nothing is dropped.

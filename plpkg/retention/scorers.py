@@ -51,7 +51,7 @@ class Scorer:
         """Raise a ``ValueError`` if this scorer does not go with the model."""
 
     def recency(self, budget: int) -> int:
-        """The method's own rule: how many of the latest units it protects. None, if it does not say."""
+        """The method's own rule: how many of the latest units it protects; 0 unless the method says otherwise."""
         return 0
 
     def begin(self, ids: torch.Tensor, budget: int) -> None:
@@ -175,7 +175,7 @@ class Random(CausalScorer):
 class SinkRecent(CausalScorer):
     """The first four units and the latest: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
 
-    Recency: all that the sink leaves.
+    Recency: none is protected; the scores themselves prefer the latest units.
     """
 
     sink: int = field(default=4, kw_only=True)

@@ -1,4 +1,4 @@
-"""Whether a model answers the same when requests are packed: it is tried, since no list of classes could say so.
+"""A trial when an engine starts: whether a model answers the same when requests are packed.
 
 A packed row tells a layer where a token stands through ``position_ids`` and the mask alone. Some layers count for
 themselves, from the length of their input or of a cache (Llama-4's attention temperature), and show it only beyond

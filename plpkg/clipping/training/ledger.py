@@ -63,8 +63,8 @@ class Ledger:
         return entries
 
     def life(self, steps: int, name: str = "") -> Life:
-        """The life in which the step of this number is taken: the one of this name, unless a step so far has been
-        taken with its number already, else a new one.
+        """The life in which the step of this number is taken: the one of this name, unless another life
+        has drawn this step's noise already, else a new one.
         """
         life = self._lives.get(name)
         if life is None or self._is_taken(life.number, steps):

@@ -180,8 +180,8 @@ class Private:
 
     @property
     def now(self) -> Mechanism:
-        """The mechanism of the next step. Functions of its number are asked once: for it is clipped, drawn and spent
-        what they said at first, whatever they would say later.
+        """The mechanism of the next step. Functions of its number are asked once: clipping, noise and ε all use that
+        first answer, whatever they would say later.
         """
         return self._budget.now
 

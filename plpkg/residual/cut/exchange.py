@@ -61,7 +61,8 @@ class Exchange(nn.Module):
     base_layers
         The projections as they were.
     added
-        The exchanges whose answers are added here: its own, or of a late adapter that of the layer before.
+        The exchanges whose answers are added here: its own; of a late adapter that of the layer before
+        (both in the last late layer).
     """
 
     def __init__(self, group: int, base_layers: list[nn.Module], here: Here) -> None:

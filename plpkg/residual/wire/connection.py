@@ -273,7 +273,7 @@ class Wire:
     def receive(self, content: str, *, round_trips: int = 1):
         """The field of the next message, which must be this one: the answer to what was sent last.
 
-        It counts as so many round trips: none where its Final will say.
+        It adds ``round_trips`` to the count: 0 within a step, whose Final reports them.
 
         Raises
         ------

@@ -60,7 +60,7 @@ class Reading:
         if self._chunk_size is not None:
             while unread.shape[1] > self._chunk_size:
                 self._pass(unread[:, : self._chunk_size], 1)
-                self._cache.cut_back(self._cache.seen)  # or its windows would keep what the chunk has pushed out
+                self._cache.cut_back(self._cache.seen)  # else sliding windows would keep what the chunk has pushed out
                 unread = unread[:, self._chunk_size :]
         return self._pass(unread, wanted)
 

@@ -50,7 +50,7 @@ class RemoteLayers:
         cache
             Of a sequence that is read.
         train
-            In so many chunks the batch is learnt from: :meth:`.DevicePart.residual`.
+            The number of chunks whose gradients are kept apart (:meth:`.DevicePart.residual`); 0: no training.
         **fields
             More of the Step.
         """

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from plpkg.validation import number
 
 HANGING_S = 1.0
-"""So long a store is waited for where it has said before what is asked; then what it said is taken."""
+"""How long to wait for the store when an earlier answer is known; then that answer is used."""
 
 
 class StoreError(OSError):

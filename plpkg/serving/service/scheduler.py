@@ -2,7 +2,7 @@
 
 Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the rest. Here four rules decide:
 
-1. A request whose adapter is still on its way stands behind nobody and before nobody (:meth:`Scheduler.fetched`).
+1. A request whose adapter is still on its way has no place in the queue yet (:meth:`Scheduler.fetched`).
 2. Accounts take turns (round robin): a start belongs to the account whose last one is longest ago, and goes to its
    oldest request that can start (:meth:`Scheduler._turns`).
 3. Adapters have slots, which those that nobody uses give up, least recently used first (:meth:`Scheduler._slot`).

@@ -37,7 +37,8 @@ itself, and an account has a tenth of it."""
 REFUSED_S = 0.01
 """How long an account waits after a request that is refused."""
 PARSER = ThreadPoolExecutor(1, "parser")
-"""One thread for all accounts: a second would wait for the interpreter's lock, and turn the collector on too soon."""
+"""One thread for all accounts: a second thread would wait for the interpreter's lock, and
+turn the collector on too soon."""
 REFUSALS = HTTPException, RequestValidationError, ValueError, NotFoundError
 """Errors that a client has brought about; it may try again at once."""
 MAX_HELD = 2**29
