@@ -19,15 +19,16 @@ Sections:
   with DeLong's standard error ``se``, and ``found``, the learnt notes above all that are held out. ``bound`` is the
   AUC that no attack exceeds in the mean, by all (ε, δ) of the accountant's curve together.
 
-  * loss: how much likelier the adapter makes the note, in nats a token;
+  * difference: how much likelier the adapter makes the note, in nats a token;
   * ratio: the public model's nats over the adapter's, since a note that was hard has more to gain;
   * end: minus the gradient of the note's loss at the finished adapter, along what was learnt (LoRA's B and
     PrivateLoRA's M began at zero), over its length;
   * start: the same at the public start, where B and M are zero and A is drawn from a known seed.
 
+* MODEL PERSON halves: how far scores that need no adapter tell the halves: the public model's nats, and the length.
 * PERSON shadows DESIGN: who knows the settings learns eight random halves of the notes (each note is in four of them)
   and compares. LiRA (Carlini et al. 2022, arXiv 2112.03570): a note's statistic as a draw from the adapters that learnt
-  it or from those that did not, two normal distributions with one deviation for all notes; of the loss, and of the end.
+  it or from those that did not, two normal distributions with one deviation for all notes; by difference and end.
   RMIA (Zarifzadeh et al. 2024, arXiv 2312.03262): how many notes of a stranger have risen less, against the mean of
   the eight.
 * PERSON search: the published models. ``plpkg.search`` finds among the notes without cards, and smollm2-reader answers
@@ -64,7 +65,7 @@ PERSONS = ("0", "2", "4", "diary")
 SIGMAS = {"device, ε=7": 1.0, "device, ε=1": 3.875, "wire, ε=7": 1.0}
 DESIGNS = ("device", "wire", "device, small", *SIGMAS)
 ON_SMOLLM2 = ("device", "wire", "device, ε=7")
-ATTACKS = ("loss", "ratio", "end", "start")
+ATTACKS = ("difference", "ratio", "end", "start")
 SHADOWS, SHADOWED = 8, "0"
 EPOCHS, STEPS_AN_EPOCH = 15, 6
 PRIVATE_STEPS, MAX_GRAD_NORM, DELTA = 32, 1.0, 1e-3
@@ -174,12 +175,12 @@ class Learner:
         zero = [name for name, value in begin.items() if not value.any()]  # LoRA's B, PrivateLoRA's M
         learnt = {name: own.state[name] for name in zero}
         models = {"end": own.model, "start": began}
-        found = {case: [] for case in ("nats", "loss", "ratio", *gradients)}
+        found = {case: [] for case in ("nats", "difference", "ratio", *gradients)}
         for ids in (each.ids for each in self.encoded(notes)):
             with torch.no_grad():
                 found["nats"].append(self.nats(own.model, ids).item())
                 public = self.nats(self.model, ids).item()
-            found["loss"].append(public - found["nats"][-1])
+            found["difference"].append(public - found["nats"][-1])
             found["ratio"].append(public / found["nats"][-1])
             for case in gradients:
                 model = models[case]
@@ -279,6 +280,20 @@ def half(name: str, person_name: str, design: str) -> Iterator[dict]:
         yield row | dict(attack=attack) | told_by
 
 
+@torch.no_grad()
+def halves(name: str, person_name: str) -> Iterator[dict]:
+    learner, person = Learner(name), Person(person_name)
+    inside = person.notes[::2]
+    encoded = [each.ids for each in learner.encoded(inside + person.notes[1::2])]
+    scores = {
+        "public nats": [learner.nats(learner.model, ids).item() for ids in encoded],
+        "length": [float(len(ids)) for ids in encoded],
+    }
+    for attack, values in scores.items():
+        row = dict(model=name, person=person_name, design="no adapter", attack=attack)
+        yield row | told(np.array(values[: len(inside)]), np.array(values[len(inside) :]))
+
+
 def shadows(person_name: str, design: str) -> Iterator[dict]:
     learner, person = Learner("plpkg-small"), Person(person_name)
     notes, is_learnt = person.notes, np.arange(len(person.notes)) % 2 == 0
@@ -293,7 +308,7 @@ def shadows(person_name: str, design: str) -> Iterator[dict]:
             scores.append(learner.evidence(own, notes + strangers, ("end",)))
     inside = np.array(inside)  # (shadows, notes)
     row = dict(model="plpkg-small", person=person_name, design=design)
-    for attack in ("loss", "end"):
+    for attack in ("difference", "end"):
         told_by = lira(target[attack][: len(notes)], np.array([s[attack][: len(notes)] for s in scores]), inside)
         yield row | dict(attack=f"LiRA, {attack}") | told(told_by[is_learnt], told_by[~is_learnt])
     told_by = rmia(target["nats"], np.array([s["nats"] for s in scores]), len(notes))
@@ -346,6 +361,8 @@ def answered(found: Search, read: ask.Reader, question: str, most: int) -> str:
 SECTIONS = {
     f"plpkg-small {who} {d}": functools.partial(half, "plpkg-small", who, d) for who in PERSONS for d in DESIGNS
 }
+SECTIONS |= {f"plpkg-small {who} halves": functools.partial(halves, "plpkg-small", who) for who in PERSONS}
+SECTIONS |= {"smollm2 diary halves": functools.partial(halves, "smollm2", "diary")}
 SECTIONS |= {f"{SHADOWED} shadows {d}": functools.partial(shadows, SHADOWED, d) for d in DESIGNS}
 SECTIONS |= {f"smollm2 diary {d}": functools.partial(half, "smollm2", "diary", d) for d in ON_SMOLLM2}
 SECTIONS |= {f"{who} search": functools.partial(search, who) for who in PERSONS}
