@@ -1,4 +1,4 @@
-"""The checkers of notebook 05's exercises."""
+"""The checkers of exercises in notebooks 05 and 10."""
 
 from functools import partial
 
@@ -96,13 +96,18 @@ def membership(function: object) -> Verdict:
     if function is None:
         return Verdict(False, "No answer yet: write the function, and give it to the checker.")
     try:
-        scores = torch.as_tensor(function(own.clone(), public.clone()), dtype=torch.float64)
+        given = function(own.clone(), public.clone())
+        if given is None:
+            return Verdict(False, "Not yet: it returns nothing; a score for each note is wanted.")
+        scores = torch.as_tensor(given, dtype=torch.float64)
     except Exception as error:
         return Verdict(False, f"Not yet: it raises {type(error).__name__}: {error}")
     if scores.shape != own.shape:
         return Verdict(
             False, f"Not yet: one score for each note is wanted, {tuple(own.shape)}, not {tuple(scores.shape)}."
         )
+    if not scores.isfinite().all():
+        return Verdict(False, "Not yet: some of its scores are no numbers.")
     auc, bare, compared = (_auc(each) for each in (scores, -own.double(), (public - own).double()))
     if auc >= compared - 0.005:
         return Verdict(

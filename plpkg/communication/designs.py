@@ -18,7 +18,7 @@ TRAINING = "the cloud while you learn"
 LATER = "the cloud that answers"
 FILE = "who gets the file"
 ASKING = "who may ask it"
-ATTACKS = ("loss", "ratio", "end", "start")
+ATTACKS = ("difference", "ratio", "end", "start")
 ONLOOKERS = (TRAINING, LATER, FILE, ASKING)
 
 
@@ -46,11 +46,15 @@ class Design:
     recorded: str = ""
 
 
-def _served(recorded: str, learning: str = "learning") -> Design:
+BY_HEART = "answers by heart"
+NOISY = "adapter with noise"
+LEARNT = "a guess at which notes it has learnt"
+
+
+def _served(recorded: str, file: str, answers: str) -> Design:
     """An adapter that was learnt at home, and is served beside a model in a cloud."""
-    received = {LATER: ("prompts", "answers", "adapter"), FILE: ("adapter",), ASKING: ("the adapter's answers",)}
-    home = f"notes,\n{learning}"
-    return Design(home, "a model,\nyour adapter", "adapter, questions", "answers", received, recorded)
+    received = {LATER: ("questions", answers, file), FILE: (file,), ASKING: (answers,)}
+    return Design("notes,\nlearning", "a model,\nyour adapter", f"{file}, questions", "answers", received, recorded)
 
 
 CROSSING = ("embeddings", "A x", "M A x")
@@ -60,16 +64,16 @@ DESIGNS = {
     "search, answered in a cloud": Design(
         "notes, search", "a model", "question, one note", "answer", {LATER: ("prompts", "answers"), ASKING: FOUND}
     ),
-    "adapter, served": _served("device"),
-    "small adapter, served": _served("device, small"),
-    "small adapter, ε = 7": _served("device, ε=7", "learning with noise"),
-    "small adapter, ε = 1": _served("device, ε=1", "learning with noise"),
+    "adapter, served": _served("device", "adapter", BY_HEART),
+    "small adapter, served": _served("device, small", "adapter", "answers"),
+    "small adapter, ε = 7": _served("device, ε=7", NOISY, "answers"),
+    "small adapter, ε = 1": _served("device, ε=1", NOISY, "answers"),
     "M, over the wire": Design(
         "notes, M,\nembedding, head",
         "the layers",
         "embeddings, M A x",
         "A x, hidden states",
-        {TRAINING: CROSSING, LATER: (*CROSSING, "last hidden states"), ASKING: ("the adapter's answers",)},
+        {TRAINING: CROSSING, LATER: (*CROSSING, "last hidden states"), ASKING: (BY_HEART,)},
         "wire",
     ),
 }
@@ -78,8 +82,10 @@ RULES = (
     (frozenset({"prompts"}), "the question and the note in it"),
     (frozenset({"last hidden states"}), "the answer's words"),
     (frozenset({"A x", "M A x"}), "M, after a few dozen words"),
-    (frozenset({"adapter"}), "what it answers, and which notes it has learnt"),
-    (frozenset({"the adapter's answers"}), "what it has learnt by heart, for the question's wording"),
+    (frozenset({"M, after a few dozen words"}), LEARNT),
+    (frozenset({"adapter"}), LEARNT),
+    (frozenset({NOISY}), f"{LEARNT}, at most as good as ε allows"),
+    (frozenset({BY_HEART}), "the cards, for who knows their wording, and the notes below them"),
 )
 
 
@@ -87,7 +93,8 @@ RULES = (
 class Attack:
     """An attack on a design's file: how it tells learnt notes from others, in the mean of the persons.
 
-    ``auc`` has a 95 % interval ``low`` to ``high``; ``found`` of ``notes`` stand above all that were not learnt.
+    ``auc`` has a 95 % interval ``low`` to ``high``; ``found`` of ``notes`` stand above all that were not learnt, where
+    random scores would put ``by_chance``.
     """
 
     name: str
@@ -96,14 +103,20 @@ class Attack:
     high: float
     found: int
     notes: int
+    by_chance: float
 
 
 @dataclass(frozen=True)
 class Attacks(Tabular):
-    """All attacks on a design's file, the worst first, and the mean AUC that ε allows; without ε it is 1."""
+    """All attacks on a design's file, the worst first.
+
+    ``bound`` is the mean AUC that ε allows, without ε 1; ``shadows`` the AUC of one person's notes by somebody who has
+    learnt eight adapters to compare with, None where that was not tried.
+    """
 
     attacks: tuple[Attack, ...]
     bound: float
+    shadows: float | None
 
     def rows(self) -> list[dict]:
         return [vars(attack) for attack in self.attacks]
@@ -111,14 +124,17 @@ class Attacks(Tabular):
 
 @dataclass(frozen=True)
 class View:
-    """What an onlooker of a design receives, what follows, and what was measured of it."""
+    """The things that an onlooker of a design receives, what follows from them, and what was measured.
+
+    ``counts`` are learnt cards that are answered, and notes that come out word for word behind their card.
+    """
 
     design: str
     onlooker: str
     received: tuple[str, ...]
     conclusions: tuple[str, ...]
     attacks: Attacks | None
-    cards: tuple[int, int] | None
+    counts: dict[str, str]
 
 
 def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
@@ -136,17 +152,23 @@ def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
     ValueError
         There are no such rows.
     """
-    rows = catalog.measured("assistant")
-    rows = rows[(rows["model"] == model) & rows["attack"].isin(ATTACKS)]
+    measured = catalog.measured("assistant")
+    measured = measured[measured["model"] == model]
+    shadows = measured[(measured["design"] == recorded) & (measured["attack"] == "LiRA, difference")]["auc"]
+    rows = measured[measured["attack"].isin(ATTACKS)]
     one_of("recorded", recorded, tuple(rows["design"].unique()))
     found = []
     for name, some in rows[rows["design"] == recorded].groupby("attack"):
         auc = float(some["auc"].mean())
         error = math.sqrt(float((some["se"] ** 2).sum())) / len(some)  # persons are independent
         low, high = max(0.0, auc - 1.96 * error), min(1.0, auc + 1.96 * error)
-        found.append(Attack(name, auc, low, high, int(some["found"].sum()), int(some["found_of"].sum())))
+        by_chance = float((some["found_of"] / (some["found_of"] + 1)).sum())  # as many were held out as were learnt
+        counts = int(some["found"].sum()), int(some["found_of"].sum())
+        found.append(Attack(name, auc, low, high, *counts, by_chance))
     bounds = _asked(recorded, model)["bound"].dropna()
-    return Attacks(tuple(sorted(found, key=lambda each: -each.auc)), float(bounds.iloc[0]) if len(bounds) else 1.0)
+    worst_first = tuple(sorted(found, key=lambda each: -each.auc))
+    bound = float(bounds.iloc[0]) if len(bounds) else 1.0
+    return Attacks(worst_first, bound, float(shadows.iloc[0]) if len(shadows) else None)
 
 
 def _asked(recorded: str, model: str):
@@ -160,13 +182,13 @@ def compute(design: str, onlooker: str) -> View:
     chosen = DESIGNS[one_of("design", design, tuple(DESIGNS))]
     received = chosen.received.get(one_of("onlooker", onlooker, ONLOOKERS), ())
     conclusions = tuple(sorted(follows(received, RULES).difference(received)))
-    told = cards = None
+    told, counts = None, {}
     if chosen.recorded and received:
-        asked = _asked(chosen.recorded, "plpkg-small")
-        cards = int(asked["card"].sum()), int(asked["card_of"].sum())
-        if "adapter" in received:
+        asked = _asked(chosen.recorded, "plpkg-small").sum(numeric_only=True)
+        counts = {kind: f"{asked[kind]:.0f} of {asked[f'{kind}_of']:.0f}" for kind in ("card", "came_out")}
+        if any(each.startswith(LEARNT) for each in conclusions):
             told = attacks(chosen.recorded)
-    return View(design, onlooker, received, conclusions, told, cards)
+    return View(design, onlooker, received, conclusions, told, counts)
 
 
 def read_out(view: View) -> str:
@@ -176,16 +198,22 @@ def read_out(view: View) -> str:
     said = f"{view.design}: {view.onlooker} receives {', '.join(view.received)}"
     if view.conclusions:
         said += f"; from this follows: {', '.join(view.conclusions)}"
-    if view.cards:
-        said += f". Recorded: it answers {view.cards[0]} of {view.cards[1]} learnt cards"
+    if view.counts:
+        said += (
+            f". Recorded: it answers {view.counts['card']} learnt cards, and behind a card it writes "
+            f"{view.counts['came_out']} notes word for word"
+        )
     if view.attacks:
         worst = view.attacks.attacks[0]
         said += (
-            f"; the best attack on the file tells learnt notes from others with AUC {worst.auc:.2f} "
-            f"({worst.low:.2f} to {worst.high:.2f}), and {worst.found} of {worst.notes} without a false alarm"
+            f". Of a learnt note and another, the best attack picks the learnt one in {100 * worst.auc:.0f} % "
+            f"({100 * worst.low:.0f} to {100 * worst.high:.0f}); for certain it finds {worst.found} of {worst.notes} "
+            f"(by chance {worst.by_chance:.0f})"
         )
+        if view.attacks.shadows is not None:
+            said += f". With eight adapters to compare with, of one person: {100 * view.attacks.shadows:.0f} %"
         if view.attacks.bound < 1:
-            said += f"; ε allows no attack more than {view.attacks.bound:.2f}"
+            said += f". In the mean of trainings ε allows at most {100 * view.attacks.bound:.0f} %"
     return said + "."
 
 
@@ -227,11 +255,23 @@ def worst(ax=None):
     for place, (name, tried) in enumerate(found.items()):
         best = tried.attacks[0]
         ax.plot([best.low, best.high], [place, place], color=colour, linewidth=2)
-        ax.plot(best.auc, place, "o", color=colour, label="best attack, 95 % interval" if place == 0 else None)
+        ax.plot(
+            best.auc,
+            place,
+            "o",
+            color=colour,
+            label="best attack without shadows, 95 % interval" if place == 0 else None,
+        )
         said.append(f"{name}: {best.auc:.2f} ({best.low:.2f} to {best.high:.2f})")
         if tried.bound < 1:
             ax.plot(
-                tried.bound, place, "|", color=allowed, markersize=18, markeredgewidth=3, label="most that ε allows"
+                tried.bound,
+                place,
+                "|",
+                color=allowed,
+                markersize=18,
+                markeredgewidth=3,
+                label="most that ε allows, in the mean",
             )
             said[-1] += f", allowed {tried.bound:.2f}"
     ax.axvline(0.5, linestyle="--", color="gray")
