@@ -7,6 +7,7 @@ learnt, and told from the other half.
 """
 
 import math
+import textwrap
 from dataclasses import dataclass
 
 from plpkg import catalog, drawing, theme
@@ -236,8 +237,8 @@ def draw(view: View, ax=None):
     colour = watching if view.received else "0.5"
     x, y = places[view.onlooker]
     sign = dict(boxstyle="round", facecolor=colour, edgecolor="white")
-    wrapped = f"{view.onlooker}\n{sees}".replace(", M A x", ",\nM A x")
-    drawing.note(ax, x, y, wrapped, 8.5, color="white", bbox=sign, zorder=6)
+    text = f"{view.onlooker}\n{textwrap.fill(sees, 30)}"
+    drawing.note(ax, x, y, text, 8.5, color="white", bbox=sign, zorder=6)
     return theme.describe(
         ax,
         f"At home: {' '.join(design.home.split())}. In a cloud: {' '.join(design.cloud.split()) or 'nothing'}. "
@@ -251,28 +252,15 @@ def worst(ax=None):
     found = {name: attacks(recorded) for name, recorded in served.items()}
     ax = theme.axes(ax, figsize=(7.2, 1.0 + 0.45 * len(found)))
     colour, allowed = drawing.colours(2)
+    bar = dict(color=allowed, markersize=18, markeredgewidth=3, linestyle="none")
     said = []
     for place, (name, tried) in enumerate(found.items()):
         best = tried.attacks[0]
         ax.plot([best.low, best.high], [place, place], color=colour, linewidth=2)
-        ax.plot(
-            best.auc,
-            place,
-            "o",
-            color=colour,
-            label="best attack without shadows, 95 % interval" if place == 0 else None,
-        )
+        ax.plot(best.auc, place, "o", color=colour, label="best attack without shadows, 95 % interval")
         said.append(f"{name}: {best.auc:.2f} ({best.low:.2f} to {best.high:.2f})")
         if tried.bound < 1:
-            ax.plot(
-                tried.bound,
-                place,
-                "|",
-                color=allowed,
-                markersize=18,
-                markeredgewidth=3,
-                label="most that ε allows, in the mean",
-            )
+            ax.plot(tried.bound, place, "|", label="most that ε allows, in the mean", **bar)
             said[-1] += f", allowed {tried.bound:.2f}"
     ax.axvline(0.5, linestyle="--", color="gray")
     ax.set(yticks=range(len(found)), yticklabels=list(found), ylim=(len(found) - 0.5, -0.5), xlim=(0.4, 1.03))
