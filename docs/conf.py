@@ -37,7 +37,7 @@ nitpick_ignore_regex = [
     # what others define: offline there is no inventory of their pages
     ("py:.*", rf"({'|'.join(map(re.escape, OTHERS))})\..*"),
     # protobuf's messages, a type variable, and what has no docstring of its own
-    ("py:class", r"plpkg\.residual\.wire\.(wire_pb2\..*|wire\.Result)"),
+    ("py:class", r"plpkg\.residual\.wire\.(wire_pb2\..*|connection\.Result)"),
     ("py:data", r"(.*\.)?[A-Z_]+"),
     ("py:attr", r"address|users"),
     # pieces of signatures that are no Python, for the default values that pydantic and PEFT give
