@@ -4,18 +4,18 @@ Punica (arXiv 2310.18547, Section 5) batches what has its adapter and queues the
 
 1. A request whose adapter is still on its way has no place in the queue yet (:meth:`Scheduler.fetched`).
 2. Accounts take turns (round robin): a start belongs to the account whose last one is longest ago, and goes to its
-   oldest request that can start (:meth:`Scheduler._turns`).
-3. Adapters have slots, which those that nobody uses give up, least recently used first (:meth:`Scheduler._slot`).
+   oldest request that can start (``_turns``).
+3. Adapters have slots, which those that nobody uses give up, least recently used first (``_slot``).
 4. Left to that, requests for popular adapters could pass another one for ever, so waiting is bounded, as EASY
    backfilling bounds it (Lifka 1995): while any request has waited for ``patience_s``, what one request lacks is
-   reserved for it (:meth:`Scheduler._reservations`): a place in the batch, room for keys and values, and, if no slot is
+   reserved for it (``_reservations``): a place in the batch, room for keys and values, and, if no slot is
    idle, one slot that takes no newcomers until it is idle. It keeps the reservation until it starts or leaves; slots
    emptied for many at a time would serve nobody. Accounts take turns at reservations, too, each with its oldest
    request. These turns are counted by themselves: small requests that start would else use up those of a large one.
 
 Accounts have shares: with ``n`` accounts that run or wait, each has the ``n``-th part of the places, of the positions
 and of the slots. A request within its account's share does not wait for what others have beyond theirs: of these, what
-was started last is paused (:meth:`Scheduler._beyond_their_shares`), and goes on when there is room again. What a paused
+was started last is paused (``_beyond_their_shares``), and goes on when there is room again. What a paused
 request has read stays in memory as long as nobody needs the room; then it is read again, at its own account's expense.
 
 Left out: which answer will be short (nobody knows), and shares within an account.
