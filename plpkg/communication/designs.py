@@ -1,4 +1,4 @@
-"""Who has what of a private assistant: six designs for one person's notes, and four who look on.
+"""Who has what of a private assistant: seven designs for one person's notes, and four who look on.
 
 What reaches an onlooker is a fact of the design, and what follows from it is found as in
 :mod:`plpkg.communication.onlookers`. What attacks on the adapter's file found is *measured, recorded*
