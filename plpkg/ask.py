@@ -62,8 +62,8 @@ class Split:
     @contextlib.contextmanager
     def opened(cls, name: str) -> Iterator["Split"]:
         """Start the process, and end it."""
-        from plpkg.residual.wire.commands import client_of
-        from plpkg.residual.wire.curious import CuriousCloud
+        from plpkg.residual.programs.commands import client_of
+        from plpkg.residual.programs.curious import CuriousCloud
 
         with (
             CuriousCloud(name) as cloud,

@@ -5,6 +5,7 @@ Code that comes with a model is never run.
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import torch
 
 from plpkg import catalog, wheels
 from plpkg.shapes import reason
-from plpkg.stamps import Stamp, belongs_to_adapter, digest, own_name, stamp  # noqa: F401 (had from here as well)
+from plpkg.stamps import belongs_to_adapter, own_name
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
@@ -110,6 +111,8 @@ def _model(name: str, config, dtype: torch.dtype | str, options: dict):
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
+    # Tensors that threads load lie in memory of each thread, which is hardly used again: 200 MB more for SmolLM2.
+    os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     try:
         with _without_progress_bar(Path(name).is_dir()):
             model, loading = AutoModelForCausalLM.from_pretrained(

@@ -14,7 +14,7 @@ from typer.core import TyperGroup
 
 import plpkg
 from plpkg import claims as court, doctor as doctors
-from plpkg.residual.wire import commands as residual
+from plpkg.residual.programs import commands as residual
 from plpkg.serving.service import commands as service
 
 ERRORS = (ValueError, OSError, FloatingPointError, OverflowError)

@@ -22,7 +22,7 @@ def on_first_use(package: str, **places: str) -> Callable[[str], object]:
     **places
         For each name the module within the package that defines it: ``CloudServer="wire.cloud"``; a dot before it,
         ``Adapter=".adapters"``, leads out of the package. A place that ends in the name is that module itself:
-        ``training="wire.training"``.
+        ``training="programs.training"``.
     """
 
     def __getattr__(name: str) -> object:  # noqa: N807 (PEP 562 names it)

@@ -19,7 +19,7 @@ CONTEXT.set_forkserver_preload(
         "plpkg.clipping.training.make",
         "plpkg.pretraining",
         "plpkg.residual.wire.cloud",
-        "plpkg.residual.wire.training",
+        "plpkg.residual.programs.training",
     ]
 )
 

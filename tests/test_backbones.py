@@ -17,10 +17,11 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
 from plpkg import catalog, corpora, stamps
-from plpkg.backbones import FAMILIES, digest, fingerprint, load_backbone, random_backbone, stamp
+from plpkg.backbones import FAMILIES, fingerprint, load_backbone, random_backbone
 from plpkg.catalog import ModelShape
 from plpkg.pretraining import Recipe
 from plpkg.scoring import score
+from plpkg.stamps import digest, stamp
 
 from rounding import assert_as_exact
 

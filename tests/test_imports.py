@@ -96,7 +96,7 @@ from plpkg.lazy import uncollected
 for _ in range(2):
     with uncollected():
         print(gc.isenabled())
-        import plpkg.residual.wire.chat
+        import plpkg.residual.programs.chat
     print(gc.isenabled(), gc.get_freeze_count() > 100_000)
     gc.unfreeze()
 print("plpkg.corpora" in sys.modules)

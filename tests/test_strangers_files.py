@@ -168,7 +168,7 @@ import torch
 from plpkg import corpora, residual
 from plpkg.adapters import validate_adapter
 from plpkg.backbones import fingerprint
-from plpkg.residual.wire.loading import adapted_model
+from plpkg.residual.programs.loading import adapted_model
 from plpkg.serving.service.http.accounts import Keys
 from tests.residual.conftest import backbone
 

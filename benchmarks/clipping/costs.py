@@ -39,8 +39,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import record
-from plpkg.clipping import clipped_gradients, make_private, mixing, recorder
+from plpkg.clipping import clipped_gradients, make_private
 from plpkg.clipping.execution import EXECUTIONS
+from plpkg.clipping.guard import mixing
+from plpkg.clipping.hooks import recorder
 from plpkg.clipping.training.private import Private
 from plpkg.memory import MIB, MemoryTimeline
 

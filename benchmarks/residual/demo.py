@@ -21,8 +21,8 @@ from plpkg import catalog, corpora, learning, questions, residual
 from plpkg.backbones import load_backbone
 from plpkg.corpora.diary import Question
 from plpkg.residual import PrivateLoraConfig
-from plpkg.residual.wire.chat import prompt
-from plpkg.residual.wire.demo import DIARY_ADAPTERS, TOKENS
+from plpkg.residual.programs.chat import prompt
+from plpkg.residual.programs.demo import DIARY_ADAPTERS, TOKENS
 
 RANK, LR, EPOCHS, BATCH, SEED = 64, 1e-2, 40, 10, 0
 IGNORED = -100

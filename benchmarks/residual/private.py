@@ -23,7 +23,7 @@ from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
 from plpkg.learning import rising
 from plpkg.residual import CloudServer, DeviceClient
-from plpkg.residual.wire.training import score_of
+from plpkg.residual.programs.training import score_of
 
 METHOD = METHODS["PrivateLoRA r=64"]
 BATCH = 32

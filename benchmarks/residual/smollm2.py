@@ -27,10 +27,10 @@ from plpkg.catalog import Link
 from plpkg.corpora import Document
 from plpkg.residual import attacks, split
 from plpkg.residual.adapter import matrices
-from plpkg.residual.wire.chat import prompt
-from plpkg.residual.wire.commands import client_of
-from plpkg.residual.wire.curious import CuriousCloud
-from plpkg.residual.wire.demo import DIARY_ADAPTERS
+from plpkg.residual.programs.chat import prompt
+from plpkg.residual.programs.commands import client_of
+from plpkg.residual.programs.curious import CuriousCloud
+from plpkg.residual.programs.demo import DIARY_ADAPTERS
 from plpkg.scoring import score
 
 RTTS_MS, NEW = (0, 5, 20, 80), 12

@@ -19,7 +19,7 @@ import weakref
 from collections import deque
 
 from plpkg.catalog import Link, link as find_link
-from plpkg.residual.wire.curious import end_process
+from plpkg.residual.programs.curious import end_process
 from plpkg.validation import host_and_port
 
 UNLIMITED = Link("unlimited", 1e15, 1e15, 0.0)

@@ -22,9 +22,9 @@ from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, n
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, LOOP, Execution
-from plpkg.clipping.mixing import Guard, standing_still
-from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.replay import Look, Made, Projections, check, copies
+from plpkg.clipping.guard.mixing import Guard, standing_still
+from plpkg.clipping.guard.replay import Look, Made, Projections, check, copies
+from plpkg.clipping.hooks.recorder import Recorder
 from plpkg.clipping.sites import LOOP_TAKES_IT
 from plpkg.validation import one_of
 
@@ -51,7 +51,7 @@ def clipped_gradients(
     loss_per_example
         ``loss_per_example(model, batch)`` calls the model and gives one loss an example, ``(batch,)``. It depends on
         that example alone, which is checked in the first steps, at new shapes, and now and then
-        (:mod:`plpkg.clipping.mixing`).
+        (:mod:`plpkg.clipping.guard.mixing`).
     batch
         A tensor, or tensors in tuples, lists and mappings; the first dimension of each is the batch.
     max_grad_norm

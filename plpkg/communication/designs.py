@@ -1,9 +1,9 @@
 """Who has what of a private assistant: seven designs for one person's notes, and four who look on.
 
-What reaches an onlooker is a fact of the design, and what follows from it is found as in
-:mod:`plpkg.communication.onlookers`. What attacks on the adapter's file found is *measured, recorded*
-(``benchmarks/assistant.py``): three invented persons and the diary's writer, plpkg-small, half of each person's notes
-learnt, and told from the other half.
+The things that reach an onlooker are facts of the design; conclusions follow from them by rules, as in
+:mod:`plpkg.communication.onlookers`. Results of attacks on the adapter's file are *measured, recorded*
+(``benchmarks/assistant.py``): of three invented persons and the diary's writer plpkg-small learnt half of the notes,
+which were told from the other half.
 """
 
 import math
@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 from plpkg import catalog, drawing, theme
 from plpkg.communication.onlookers import follows
-from plpkg.results import Tabular
 from plpkg.validation import one_of
 
 TRAINING = "the cloud while you learn"
@@ -30,11 +29,11 @@ class Design:
     Attributes
     ----------
     home, cloud
-        What is on your side, and what is in a cloud; no cloud is "".
+        The things on your side, and those in a cloud; no cloud is "".
     up, down
-        What crosses.
+        The things that cross.
     received
-        What each onlooker receives; who is missing receives nothing.
+        The things that each onlooker receives; who is missing receives nothing.
     recorded
         The name of its rows in ``assistant.csv``; "" where nothing is learnt.
     """
@@ -108,7 +107,7 @@ class Attack:
 
 
 @dataclass(frozen=True)
-class Attacks(Tabular):
+class Attacks:
     """All attacks on a design's file, the worst first.
 
     ``bound`` is the mean AUC that ε allows, without ε 1; ``shadows`` the AUC of one person's notes by somebody who has
@@ -118,9 +117,6 @@ class Attacks(Tabular):
     attacks: tuple[Attack, ...]
     bound: float
     shadows: float | None
-
-    def rows(self) -> list[dict]:
-        return [vars(attack) for attack in self.attacks]
 
 
 @dataclass(frozen=True)

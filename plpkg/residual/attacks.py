@@ -124,15 +124,15 @@ def _nearest(queries: torch.Tensor, keys: torch.Tensor, n: int = 1) -> torch.Ten
     """The n nearest keys, best first, ``(…, n)``: of highest q·k - k²/2, in float64, by chunks."""
     if queries.shape[-1] != keys.shape[-1]:
         raise ValueError(f"vectors of {queries.shape[-1]} entries cannot be compared with rows of {keys.shape[-1]}")
-    if not len(keys) or not (queries.isfinite().all() and keys.isfinite().all()):
-        raise ValueError(
-            f"among the vectors and the {len(keys)} rows to compare some are not finite, or there are none"
-        )
+    if not len(keys) or not queries.isfinite().all():
+        raise ValueError(f"some vectors to compare with the {len(keys)} rows are not finite, or there are no rows")
     flat = queries.detach().reshape(-1, queries.shape[-1])
     score = torch.full((len(flat), n), -math.inf, dtype=torch.float64, device=flat.device)
     index = torch.zeros(len(flat), n, dtype=torch.int64, device=flat.device)
     for start in range(0, len(keys), CHUNK):
         rows = keys[start : start + CHUNK].detach().to(flat.device, torch.float64)
+        if not rows.isfinite().all():
+            raise ValueError(f"of the rows {start} to {start + len(rows) - 1} to compare with, some are not finite")
         ids = torch.arange(start, start + len(rows), device=flat.device)
         for first in range(0, len(flat), CHUNK):
             chunk = slice(first, first + CHUNK)

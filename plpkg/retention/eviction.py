@@ -12,11 +12,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
-from plpkg.backbones import stamp
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import Units, Watch, attention_layers, now, watching
+from plpkg.stamps import stamp
 from plpkg.validation import whole_number
 
 
@@ -133,7 +133,7 @@ class Eviction:
         self.decoding = False
         self.stamps = stamp(model), stamp(model, adapters=False)  # of the weights that read
         self.log = Log()
-        self._watch = Watch(self._show)
+        self._watch = None  # while watching: for longer, the two would keep each other and the model in memory
         self.lent = threading.RLock()  # held while an answer is in the cache
 
     def _show(self, units: Units) -> None:
@@ -145,7 +145,7 @@ class Eviction:
         other = copy.copy(self)
         other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
         other.log = copy.deepcopy(self.log, memo)
-        other._watch, other.lent = Watch(other._show), threading.RLock()
+        other._watch, other.lent = None, threading.RLock()
         return other
 
     def _store(self, units: Units) -> None:
@@ -228,20 +228,22 @@ class Eviction:
         """Show the model's forward passes to the scorer, and its projections to a cache that rotates."""
         turning = {i: layer for i, layer in self.cache.evicting.items() if isinstance(layer, ReassignedPositions)}
         watched = attention_layers(self.model)
-        with watching(self.model, self._watch, self.cache):
-            try:
+        self._watch = Watch(self._show)
+        try:
+            with watching(self.model, self._watch, self.cache):
                 for i, layer in turning.items():
                     layer.projected = partial(self._watch.keys_of, i, watched[i])
                 yield
-            finally:
-                for layer in turning.values():
-                    layer.projected = None
+        finally:
+            self._watch = None
+            for layer in turning.values():
+                layer.projected = None
 
     @contextmanager
     def one_pass(self, ids: torch.Tensor) -> Iterator[None]:
         """Follow one forward pass over ``(batch, n)`` that somebody else starts, and cut after it."""
-        start = self._prepare(ids)
         with self.watching():
+            start = self._prepare(ids)
             yield
         self._require_scores()
         self.cut(start, start + ids.shape[-1], budget=self.budget)
@@ -264,7 +266,7 @@ class Eviction:
             return args, kwargs
 
         def after(_module, _args, output):
-            if now() is not self._watch:
+            if now() is None or now() is not self._watch:
                 return
             start = int(self._watch.positions[0])
             self._after(self._watch.ids, start, output.logits)

@@ -14,13 +14,14 @@ import torch
 from torch import nn
 
 from plpkg import checkpoints
-from plpkg.backbones import digest, fingerprint, stamp
+from plpkg.backbones import fingerprint
 from plpkg.batch import token_ids
 from plpkg.learning import evaluating, forget_images
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
+from plpkg.stamps import digest, stamp
 
 FILE = "reading.safetensors"
 

@@ -19,7 +19,6 @@ import torch
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, load_adapter, require_fit, targets
-from plpkg.backbones import stamp
 from plpkg.decoding import longest_text
 from plpkg.serving.attention import KeyValues, Row, read
 from plpkg.serving.packing import require_packable
@@ -27,6 +26,7 @@ from plpkg.serving.plan import plan
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running, Scored
 from plpkg.serving.slots import Hooks, Pool, form
+from plpkg.stamps import stamp
 from plpkg.validation import whole_number
 
 

@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
-from plpkg.clipping import make_private, mixing
+from plpkg.clipping import make_private
+from plpkg.clipping.guard import mixing
 from plpkg.clipping.training import samples
 
 WIDTH, CLASSES, LATE = 6, 3, 9

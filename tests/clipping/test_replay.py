@@ -12,10 +12,11 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from plpkg.clipping import clipped_gradients, gradients, make_private, mixing, probe
+from plpkg.clipping import clipped_gradients, gradients, make_private
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.factors import Outer
-from plpkg.clipping.replay import PROJECTIONS, Made, Projections
+from plpkg.clipping.guard import mixing, probe
+from plpkg.clipping.guard.replay import PROJECTIONS, Made, Projections
 from plpkg.clipping.training import samples
 
 WIDTH, CLASSES = 6, 3

@@ -243,7 +243,7 @@ def imitate(finals=FINALS, chosen=IDS, **settings):
         (lambda: recover_tokens(ROW, torch.ones(2, 3)), "vectors of 4 entries cannot be compared with rows of 3"),
         (lambda: recover_tokens(ROW / 0, ROW), "are not finite"),
         (lambda: recover_tokens(ROW, ROW / 0), "are not finite"),
-        (lambda: recover_tokens(ROW, ROW[:0]), "the 0 rows to compare"),
+        (lambda: recover_tokens(ROW, ROW[:0]), "the 0 rows"),
         (lambda: attacks.recover_m(U, torch.ones(4, 3)), r"u \(5, 3\) and v \(4, 3\) are not pairs"),
         (lambda: attacks.recover_m(U[:0], U[:0]), r"u \(0, 3\) and v \(0, 3\) are not pairs"),
         (lambda: attacks.recover_m(U, U / 0 * 0), "u and v must be finite"),

@@ -18,7 +18,7 @@ from plpkg import residual
 from plpkg.backbones import fingerprint
 from plpkg.residual import LadderConfig, PrivateLoraConfig
 from plpkg.residual.config import CONFIG, WEIGHTS
-from plpkg.residual.wire.loading import adapted_model
+from plpkg.residual.programs.loading import adapted_model
 from tests.residual.conftest import IDS, adapted, backbone, logits, reloaded
 
 from rounding import assert_close

@@ -2,7 +2,7 @@
 
 ``per_example(batch)`` gives each example's gradient of its own loss, as ``torch.func.vmap(grad_and_value(…))`` does.
 What follows is the same: clip, add up, noise. No layer is watched here, so some batches are given a second time, one
-example beside copies of another one (:mod:`plpkg.clipping.replay`): its gradient must stay what it was.
+example beside copies of another one (:mod:`plpkg.clipping.guard.replay`): its gradient must stay what it was.
 """
 
 import inspect
@@ -14,9 +14,9 @@ import torch
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.gradients import refuse_autocast
-from plpkg.clipping.mixing import standing_still
-from plpkg.clipping.recorder import Recorder
-from plpkg.clipping.replay import HALF_TOLERANCE, TOLERANCE, Look, confirmed, copies
+from plpkg.clipping.guard.mixing import standing_still
+from plpkg.clipping.guard.replay import HALF_TOLERANCE, TOLERANCE, Look, confirmed, copies
+from plpkg.clipping.hooks.recorder import Recorder
 
 Gradients = dict[str, torch.Tensor]
 """By the parameter's name, ``(batch, *shape)``."""

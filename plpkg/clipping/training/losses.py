@@ -9,7 +9,7 @@ from torch import nn
 
 from plpkg.clipping.batches import examples
 from plpkg.clipping.dropout import Without, untouched
-from plpkg.clipping.probe import without_gradients
+from plpkg.clipping.guard.probe import without_gradients
 
 
 class OwnLosses:

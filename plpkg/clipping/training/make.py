@@ -34,7 +34,7 @@ import torch
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.execution import EXECUTIONS, LOOP
 from plpkg.clipping.gradients import Watched
-from plpkg.clipping.recorder import Recorder
+from plpkg.clipping.hooks.recorder import Recorder
 from plpkg.clipping.training import samples as sampling
 from plpkg.clipping.training.accounting import ACCOUNTANTS, Mechanism, noise_for
 from plpkg.clipping.training.given import GivenGradients
@@ -159,9 +159,9 @@ def make_private(
     What trainings released of this model before, in this process or in a loaded state, stays in its ε: for other
     people's data take another model.
 
-    In each step a guard (:mod:`plpkg.clipping.mixing`) sees that nothing has changed under the training that would
-    breach it. The first steps, and then one in a hundred, are made again with others around one example
-    (:mod:`plpkg.clipping.replay`), from the collate function on. What they cannot see:
+    In each step a guard (:mod:`plpkg.clipping.guard.mixing`) sees that nothing has changed under the training that
+    would breach it. The first steps, and then one in a hundred, are made again with others around one example
+    (:mod:`plpkg.clipping.guard.replay`), from the collate function on. What they cannot see:
 
     * mixing that no example of these steps shows, and a model that draws from a generator of its own or keeps a tensor
       of one batch for the next; a data set that makes one example of several;

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sequent
 
 from plpkg.clipping.batches import batch_size, leaves, named
 from plpkg.clipping.dropout import RandomState
-from plpkg.clipping.replay import FIRST, SELDOM, Look
+from plpkg.clipping.guard.replay import FIRST, SELDOM, Look
 from plpkg.clipping.training.processes import Processes
 from plpkg.clipping.training.randomness import Randomness
 from plpkg.validation import whole_number

@@ -2,7 +2,7 @@
 
 import torch
 
-from plpkg.clipping.mixing import modules_of
+from plpkg.clipping.guard.mixing import modules_of
 from plpkg.validation import shown
 
 

@@ -7,7 +7,8 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from plpkg.clipping import clipped_gradients, dataflow, mixing, published
+from plpkg.clipping import clipped_gradients, dataflow, published
+from plpkg.clipping.guard import mixing
 from plpkg.clipping.memory.costs import COMPARED, our_step, stack_costs, two_layer_table
 from plpkg.memory import MemoryTimeline
 

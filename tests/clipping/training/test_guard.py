@@ -10,8 +10,9 @@ from torch import nn
 from torch.nn import functional
 
 from plpkg.backbones import random_backbone
-from plpkg.clipping import clipped_gradients, make_private, mixing as guards
-from plpkg.clipping.mixing import Guard, RowPass
+from plpkg.clipping import clipped_gradients, make_private
+from plpkg.clipping.guard import mixing as guards
+from plpkg.clipping.guard.mixing import Guard, RowPass
 from plpkg.clipping.training import processes
 
 from preloaded import Process

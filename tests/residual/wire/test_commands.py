@@ -25,9 +25,9 @@ from plpkg import checkpoints
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
 from plpkg.residual import PrivateLoraConfig
-from plpkg.residual.wire.chat import _Printed, answer_lines, lines_of
-from plpkg.residual.wire.loading import adapted_model
-from plpkg.residual.wire.training import texts
+from plpkg.residual.programs.chat import _Printed, answer_lines, lines_of
+from plpkg.residual.programs.loading import adapted_model
+from plpkg.residual.programs.training import texts
 
 from preloaded import Process
 from waiting import line_of, typed
@@ -237,7 +237,7 @@ def test_a_chat_says_that_the_cloud_is_silent_and_ends_with_a_line(folder, monke
         client.on_silence(f"no answer for 12 s, trying for {client.wire.retry_s:.0f} more")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("plpkg.residual.wire.chat.answer_lines", silent)
+    monkeypatch.setattr("plpkg.residual.programs.chat.answer_lines", silent)
     result = run(f"device --connect 127.0.0.1:1 --model {folder} --retry 18 chat")
     assert result.exit_code == 130
     assert result.stderr == "\nno answer for 12 s, trying for 18 more\n\n\n"
@@ -297,8 +297,8 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
         seen.update(alive=alive(), part=end.part)
 
     before, seen = alive(), {}
-    for waits in ("cloud.CloudServer.wait", "chat.answer_lines", "training.train"):
-        monkeypatch.setattr(f"plpkg.residual.wire.{waits}", used)
+    for waits in ("wire.cloud.CloudServer.wait", "programs.chat.answer_lines", "programs.training.train"):
+        monkeypatch.setattr(f"plpkg.residual.{waits}", used)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("my cat")
     answers(run(complete(command, folder, "--rank 4")))
@@ -310,7 +310,7 @@ def test_each_process_is_left_with_its_part(folder, tmp_path, monkeypatch, comma
 
 PEAK = """
 import sys, threading
-from plpkg.residual.wire.commands import client_of
+from plpkg.residual.programs.commands import client_of
 
 new, settings = dict(rank=4), dict(first_k=1)
 

@@ -18,9 +18,9 @@ from plpkg.backbones import load_backbone
 from plpkg.cli import app
 from plpkg.residual import DeviceClient
 from plpkg.residual.cut.parts import split
-from plpkg.residual.wire import demo
-from plpkg.residual.wire.curious import CuriousCloud, tokens_of
-from plpkg.residual.wire.loading import adapted_model
+from plpkg.residual.programs import demo
+from plpkg.residual.programs.curious import CuriousCloud, tokens_of
+from plpkg.residual.programs.loading import adapted_model
 
 from waiting import typed, wait_until
 
@@ -39,7 +39,7 @@ def cloud():
 def shared(cloud, monkeypatch):
     """Commands take the module's cloud: a start takes seconds."""
     monkeypatch.setenv("OMP_WAIT_POLICY", "PASSIVE")  # which the command sets, and leaves
-    monkeypatch.setattr("plpkg.residual.wire.curious.CuriousCloud", lambda *_: contextlib.nullcontext(cloud))
+    monkeypatch.setattr("plpkg.residual.programs.curious.CuriousCloud", lambda *_: contextlib.nullcontext(cloud))
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +135,7 @@ def test_the_published_model_knows_the_diary_by_its_m():
     ],
 )
 def test_notes_that_nothing_can_learn_from_are_refused_before_a_model_is_loaded(tmp_path, monkeypatch, text, message):
-    monkeypatch.setattr("plpkg.residual.wire.curious.CuriousCloud", None)
+    monkeypatch.setattr("plpkg.residual.programs.curious.CuriousCloud", None)
     if text is not None:
         tmp_path.joinpath("note.txt").write_text(text)
     result = RUNNER.invoke(app, ["demo", "--own", str(tmp_path if text is not None else tmp_path / "none")])

@@ -13,9 +13,9 @@ from plpkg import checkpoints
 from plpkg.corpora import Document, encode
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
-from plpkg.residual.wire import training
+from plpkg.residual.programs import training
+from plpkg.residual.programs.training import score_of, train
 from plpkg.residual.wire.messages import Messages, StatusError
-from plpkg.residual.wire.training import score_of, train
 from plpkg.residual.wire.wire_pb2 import FromCloud, FromDevice, Part
 from plpkg.scoring import Score, score
 from tests.residual.conftest import backbone
@@ -148,7 +148,7 @@ def test_held_out_text_is_scored_over_the_wire(cloud, tokenizer, monkeypatch):
         encoded = encode(TEXT, tokenizer)
         bits = score_of(client, adapted.config, encoded[:3], **windows).bits
         assert bits == pytest.approx(expected.bits, rel=relative(280 + expected.tokens))  # vocabulary, then tokens
-        monkeypatch.setattr("plpkg.residual.wire.training.HELD_OUT_TOKENS", len(encoded[0]) + 5)
+        monkeypatch.setattr("plpkg.residual.programs.training.HELD_OUT_TOKENS", len(encoded[0]) + 5)
         first = score_of(client, adapted.config, encoded, **windows)
     assert first.tokens == len(encoded[0]) - 1 + 4  # the first of each is not predicted
 

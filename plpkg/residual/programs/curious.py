@@ -96,7 +96,7 @@ def tokens_of(received, public) -> list[int]:
 def serve(name: str, like: str | None) -> None:
     """The process: its first line says where it listens, and each line of standard input is answered by another."""
     from plpkg.residual import CloudServer, release, split
-    from plpkg.residual.wire.loading import adapted_model
+    from plpkg.residual.programs.loading import adapted_model
 
     try:
         model, tokenizer = adapted_model(name, None, "fp32", "cpu", like=like and Path(like))

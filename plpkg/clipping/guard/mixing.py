@@ -1,13 +1,13 @@
 """Whether the examples of a batch stay apart, in every step.
 
 Which example owns each row of a layer's output is found once for each shape of the model's inputs
-(:mod:`plpkg.clipping.probe`).
+(:mod:`plpkg.clipping.guard.probe`).
 
 A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which must
 reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps every two
 examples are told apart; at an example's new shapes, and else once in fifty steps, at random, one half of the examples
-from the other. What leaves no trace in the graph is seen by :mod:`plpkg.clipping.replay`, in the first steps and then
-once in a hundred.
+from the other. What leaves no trace in the graph is seen by :mod:`plpkg.clipping.guard.replay`, in the first steps and
+then once in a hundred.
 
 What begins to mix later is looked at as in the beginning, in that very step, where it shows: a layer, a mode, a hook,
 or a number, text or function that a module keeps has changed, or the graph has other nodes (:meth:`Guard.is_new`). The
@@ -32,8 +32,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake
 
 from plpkg.clipping.batches import Rows, behind, leaves
+from plpkg.clipping.guard.probe import Probe
 from plpkg.clipping.layers import Call
-from plpkg.clipping.probe import Probe
 from plpkg.clipping.sites import LOOP_TAKES_IT, Site, check_layers, merges
 
 FIRST = 3
@@ -159,7 +159,7 @@ class Guard:
         return new
 
     def replays(self, batch: int) -> bool:
-        """Whether a step of so many examples that begins now is to be made again (:mod:`plpkg.clipping.replay`)."""
+        """Whether a step of so many examples that begins now is to be made again (:mod:`.replay`)."""
         if batch < 2:
             return False
         if not self._replays and _RANDOM.randrange(REPLAYED) > 0:

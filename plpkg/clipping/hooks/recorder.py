@@ -1,9 +1,10 @@
 """One backward pass gives every example's gradient: each example's part is taken at the layers, clipped, and added up.
 
 A layer with parameters that learn is called with them frozen, so that autograd computes no weight gradient at all. Its
-output goes through a tap (:mod:`plpkg.clipping.taps`), whose reports a pass takes (:mod:`plpkg.clipping.passes`).
+output goes through a tap (:mod:`plpkg.clipping.hooks.taps`), whose reports a pass takes
+(:mod:`plpkg.clipping.hooks.passes`).
 :class:`Recorder` puts taps behind a model's layers for as long as a step takes, and runs the passes; a guard checks
-that examples stay apart (:mod:`plpkg.clipping.mixing`).
+that examples stay apart (:mod:`plpkg.clipping.guard.mixing`).
 
 Each node of the graph reports once, however often its forward was run, which makes reused layers, tied weights and
 both kinds of gradient checkpointing come out right. A parameter that is used past its layer, as in
@@ -34,14 +35,14 @@ from plpkg.clipping.batches import behind, float_tensors
 from plpkg.clipping.clip import Clip
 from plpkg.clipping.dropout import Kept
 from plpkg.clipping.execution import Execution
+from plpkg.clipping.guard.mixing import Guard, modules_of
+from plpkg.clipping.guard.probe import Probe
+from plpkg.clipping.guard.replay import Projections
+from plpkg.clipping.hooks.leaves import has_hooks, refuse_use_past_the_modules, stand_ins, without_gradients_of
+from plpkg.clipping.hooks.passes import NormPass, SumPass
+from plpkg.clipping.hooks.taps import Forward, Pass, tap
 from plpkg.clipping.layers import Call
-from plpkg.clipping.leaves import has_hooks, refuse_use_past_the_modules, stand_ins, without_gradients_of
-from plpkg.clipping.mixing import Guard, modules_of
-from plpkg.clipping.passes import NormPass, SumPass
-from plpkg.clipping.probe import Probe
-from plpkg.clipping.replay import Projections
 from plpkg.clipping.sites import LOOP_TAKES_IT, SCRIPTED, Site, check_layers, sites
-from plpkg.clipping.taps import Forward, Pass, tap
 
 _WATCHED: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 

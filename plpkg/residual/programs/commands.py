@@ -70,7 +70,7 @@ def cloud(
     require_free(listen)  # before a model is loaded
     with uncollected():
         from plpkg.residual import CloudServer, Limits, release
-        from plpkg.residual.wire.loading import adapted_model
+        from plpkg.residual.programs.loading import adapted_model
 
     new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
@@ -140,7 +140,7 @@ def client_of(connect: str | None, name: str, adapter: Path | None, new: dict, s
         raise ValueError("--connect HOST:PORT is needed: the cloud")
     with uncollected():
         from plpkg.residual import DeviceClient, RefusedError, release
-        from plpkg.residual.wire.loading import adapted_model
+        from plpkg.residual.programs.loading import adapted_model
 
     model, tokenizer = adapted_model(name, adapter, "auto", "cpu", **new)
     with DeviceClient(connect, model, **settings) as client:
@@ -184,7 +184,7 @@ def chat(
     """Answer every line of standard input."""
     with uncollected():
         from plpkg.residual import drafts
-        from plpkg.residual.wire.chat import answer_lines, lines_of
+        from plpkg.residual.programs.chat import answer_lines, lines_of
     from plpkg.validation import one_of
 
     one_of("draft", draft, ("none", *drafts.NAMES))
@@ -245,8 +245,8 @@ def demo(
 
     console = Console(record=svg is not None, width=svg and 100, force_terminal=False if svg else None)
     with uncollected():
-        from plpkg.residual.wire import demo
-        from plpkg.residual.wire.curious import CuriousCloud
+        from plpkg.residual.programs import demo
+        from plpkg.residual.programs.curious import CuriousCloud
 
     documents = None
     if own is not None:
@@ -280,7 +280,7 @@ def demo(
 
 def given(examples: list[str], console) -> Iterator[str]:
     """The lines of standard input; the examples, if it has none. A person at a terminal ends with an empty line."""
-    from plpkg.residual.wire.chat import lines_of
+    from plpkg.residual.programs.chat import lines_of
 
     if sys.stdin is None:
         yield from examples

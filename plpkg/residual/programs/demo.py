@@ -24,11 +24,11 @@ from plpkg import corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import text_files
 from plpkg.residual.cut.device_part import DevicePart
-from plpkg.residual.wire.chat import beginning, prompt
-from plpkg.residual.wire.curious import CuriousCloud
+from plpkg.residual.programs.chat import beginning, prompt
+from plpkg.residual.programs.curious import CuriousCloud
+from plpkg.residual.programs.training import train
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.messages import Counter
-from plpkg.residual.wire.training import train
 from plpkg.untrusted import printable
 
 TOKENS = 16

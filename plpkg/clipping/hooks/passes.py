@@ -1,4 +1,4 @@
-"""The backward passes that make sums of clipped gradients of what the taps report (:mod:`plpkg.clipping.taps`).
+"""The backward passes that make sums of clipped gradients of what the taps report (:mod:`plpkg.clipping.hooks.taps`).
 
 :class:`NormPass` takes the norms, and the sums of what is kept until the norms are known; :class:`SumPass`, a second
 backward pass, the sums that nothing was kept for.
@@ -13,8 +13,8 @@ from plpkg.clipping import factors
 from plpkg.clipping.clip import Clip, check_finite
 from plpkg.clipping.execution import Execution, Keep
 from plpkg.clipping.factors import Outer
+from plpkg.clipping.guard.replay import Projections
 from plpkg.clipping.layers import Call
-from plpkg.clipping.replay import Projections
 from plpkg.clipping.sites import Site
 
 

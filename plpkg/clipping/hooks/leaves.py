@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from plpkg.clipping.mixing import modules_of
+from plpkg.clipping.guard.mixing import modules_of
 from plpkg.memory import GradientLabel
 
 
