@@ -1,6 +1,7 @@
 """Read once, ask many: each answer is that of a fresh copy, and what was read stays as it was."""
 
 import copy
+import gc
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
@@ -112,6 +113,22 @@ def test_no_second_copy_lives_while_it_answers(model, read):
     assert alive == [True, False, False, False]  # the question comes first, before anything has run
     keys = read.cache.layers[0].store.keys
     assert keys.untyped_storage().nbytes() == keys.nbytes
+
+
+def test_the_model_goes_with_the_last_that_uses_it(ids):
+    """Without waiting for the garbage collector, which comes when it comes: a model is large."""
+    model = random_backbone("llama", num_kv_heads=2, vocab=64)
+    alive = weakref.ref(model)
+    gc.disable()
+    try:
+        read = chunked_prefill(model, ids, H2O(), 12, 4)
+        read.ask(model, QUESTIONS[0], max_new_tokens=2)
+        with read.evicting():
+            model.generate(**read.inputs(QUESTIONS[1]), max_new_tokens=2)
+        del model, read
+        assert alive() is None
+    finally:
+        gc.enable()
 
 
 def test_an_answer_that_breaks_leaves_what_was_read(model, read):

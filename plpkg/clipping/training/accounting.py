@@ -223,7 +223,8 @@ def noise_for(
 
     low = 0.0
     high = 1.0
-    while epsilon(high) > target_epsilon:
+    spent_at_high = epsilon(high)
+    while spent_at_high > target_epsilon:
         low = high
         high *= 2
         if high > MOST_NOISE:
@@ -231,13 +232,15 @@ def noise_for(
                 f"no noise up to {MOST_NOISE:g} gives target_epsilon={target_epsilon!r} at "
                 f"target_delta={target_delta!r}"
             )
+        spent_at_high = epsilon(high)
     # Where one bound gives way to another ε jumps, and no σ may come as near as 0.01.
-    while target_epsilon - epsilon(high) > 0.01 and high - low > 1e-6 * high:
+    while target_epsilon - spent_at_high > 0.01 and high - low > 1e-6 * high:
         middle = (low + high) / 2
-        if epsilon(middle) > target_epsilon:
+        spent_in_the_middle = epsilon(middle)
+        if spent_in_the_middle > target_epsilon:
             low = middle
         else:
-            high = middle
+            high, spent_at_high = middle, spent_in_the_middle
     return high
 
 
