@@ -22,9 +22,9 @@ import typer
 from plpkg import questions
 from plpkg.backbones import load_backbone
 from plpkg.excerpts import read_folder
+from plpkg.files.untrusted import printable
 from plpkg.questions import Reading
 from plpkg.search import Found, Search
-from plpkg.untrusted import printable
 
 NUM_PASSAGES = 3
 """Passages that are found, read for an answer, each alone, and named beside it."""

@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints
+from plpkg.files import checkpoints
 
 CHECKPOINT = "checkpoint.safetensors"
 """The file of a run's folder from which it goes on."""

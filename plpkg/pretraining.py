@@ -19,9 +19,10 @@ from pathlib import Path
 
 import torch
 
-from plpkg import checkpoints, corpora, learning
+from plpkg import corpora, learning
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.documents import several
+from plpkg.files import checkpoints
 from plpkg.scoring import Score, score
 from plpkg.validation import number, one_of, whole_number
 

@@ -27,8 +27,8 @@ from plpkg.adapters import (
     targets,
     validate_adapter,
 )
+from plpkg.adapters.config import HARMLESS, LoraFields
 from plpkg.backbones import random_backbone
-from plpkg.lora_config import HARMLESS, LoraFields
 from plpkg.residual import PrivateLoraConfig
 from plpkg.serving.merging import merge
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 from safetensors.torch import save_file
 
-from plpkg import checkpoints
+from plpkg.files import checkpoints
 
 
 def test_several_files_replace_those_that_were_there(tmp_path):

@@ -1,4 +1,4 @@
-from plpkg import drawing
+from plpkg.show import drawing
 
 
 def test_a_drawing_has_what_was_put_on_it_and_no_axes():

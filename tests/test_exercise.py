@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from hypothesis.extra import numpy as hnp
 
-from plpkg.exercise import check_function, check_number, compare
+from plpkg.show.exercise import check_function, check_number, compare
 
 
 def check(answer):

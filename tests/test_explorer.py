@@ -7,8 +7,9 @@ import ipywidgets
 import pytest
 from PIL import Image
 
-from plpkg import ROOMS, theme
-from plpkg.explorer import Explorer
+from plpkg import ROOMS
+from plpkg.show import theme
+from plpkg.show.explorer import Explorer
 
 
 def build(**controls):

@@ -26,9 +26,10 @@ from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from plpkg import checkpoints, cli, corpora, learning, pretraining
+from plpkg import cli, corpora, learning, pretraining
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
+from plpkg.files import checkpoints
 from plpkg.pretraining import Recipe, build, pretrain, train_tokenizer
 from plpkg.scoring import score
 

@@ -3,7 +3,7 @@ import pytest
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from plpkg import theme
+from plpkg.show import theme
 
 
 def test_styles_differ_in_colour_and_in_a_second_channel():

@@ -8,7 +8,7 @@ import struct
 import pytest
 from hypothesis import given, strategies as st
 
-from plpkg import untrusted
+from plpkg.files import untrusted
 
 
 def test_a_file_is_read_whole_and_bounded(tmp_path):

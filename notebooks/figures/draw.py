@@ -5,8 +5,9 @@ It prints the lines that show them there, with their alternative texts.
 
 from pathlib import Path
 
-from plpkg import autonomy, clipping, communication, residual, retention, serving, theme, throughput
+from plpkg import autonomy, clipping, communication, residual, retention, serving, throughput
 from plpkg.serving import service
+from plpkg.show import theme
 
 theme.use()
 phone_alone = {"7B on the phone (reported, image)": 8.1, "7B on the phone (reported, text)": 5.7}

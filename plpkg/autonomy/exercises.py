@@ -3,7 +3,7 @@
 from operator import ge, gt
 from random import Random
 
-from plpkg.exercise import Verdict, check_function
+from plpkg.show.exercise import Verdict, check_function
 
 BODY, HEAD, WORDS = 4 * (64 * 128 + 128 * 128 + 128 * 96 + 96 * 96), 96 * 10_000, 12
 """Multiply-adds of the word predictor: of its body a word, of its head, and how many words a sample has."""

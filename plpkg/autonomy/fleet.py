@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints
+from plpkg.files import checkpoints
 from plpkg.validation import one_of, shown, whole_number
 
 
@@ -97,7 +97,7 @@ def fleet(
 
 
 def _finished(folder: Path, identity: dict) -> dict[str, dict]:
-    """The results in a folder's files. :func:`plpkg.checkpoints.load` refuses a pickle that has such a file's name."""
+    """The results in a folder's files. :func:`plpkg.files.checkpoints.load` refuses a pickle that is named like one."""
     paths = {path.with_suffix(".safetensors") for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")}
     done = {}
     for path in sorted(paths):

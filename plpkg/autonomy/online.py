@@ -26,10 +26,10 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from plpkg import checkpoints
 from plpkg.autonomy.nets import HeadSplit, plain
 from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
+from plpkg.files import checkpoints
 from plpkg.results import Tabular
 from plpkg.stamps import digest
 from plpkg.validation import number, whole_number

@@ -7,10 +7,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plpkg import checkpoints
 from plpkg.adapters import Adapter, Factors, base_fingerprint
 from plpkg.autonomy.nets import plain
 from plpkg.autonomy.scope import personal_copy
+from plpkg.files import checkpoints
 from plpkg.results import Tabular
 from plpkg.stamps import digest
 

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from plpkg import drawing, theme
 from plpkg.autonomy.online import OnlineLearner
 from plpkg.autonomy.personal import Transfer
 from plpkg.results import shown
+from plpkg.show import drawing, theme
 from plpkg.validation import number
 
 

@@ -19,12 +19,12 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from plpkg import checkpoints
 from plpkg.autonomy.evaluation import judge
 from plpkg.autonomy.nets import HeadSplit, logits, plain
 from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
+from plpkg.files import checkpoints
 from plpkg.learning import learn, rising_and_falling
 from plpkg.stamps import digest
 from plpkg.validation import number, whole_number

@@ -7,8 +7,8 @@ import ipywidgets
 
 from plpkg import catalog
 from plpkg.autonomy import availability, plots
-from plpkg.explorer import Explorer
 from plpkg.results import Tabular
+from plpkg.show.explorer import Explorer
 
 
 class Work(NamedTuple):

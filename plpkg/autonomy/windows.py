@@ -9,9 +9,9 @@ was not, on the same machine; a private one if its noise has a seed.
 from collections.abc import Iterable
 from pathlib import Path
 
-from plpkg import checkpoints
 from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.transfer import Task
+from plpkg.files import checkpoints
 from plpkg.validation import whole_number
 
 CHECKPOINT = "learning.safetensors"

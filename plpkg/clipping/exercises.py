@@ -5,7 +5,7 @@ from functools import partial
 import torch
 
 from plpkg.clipping.factors import Outer
-from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.show.exercise import Verdict, check_function, check_number
 
 WIDTHS, POSITIONS = (5, 2), 3
 FACTORS = [

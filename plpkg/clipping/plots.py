@@ -8,11 +8,11 @@ import math
 import textwrap
 from collections.abc import Mapping
 
-from plpkg import drawing, theme
 from plpkg.clipping.checks.zoo import CHECKS
 from plpkg.clipping.memory.costs import Costs
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.memory import MIB
+from plpkg.show import drawing, theme
 
 
 def layer(batch: int, seq: int, read: int, written: int, ax=None):

@@ -6,8 +6,8 @@ import ipywidgets
 
 from plpkg.clipping import plots
 from plpkg.clipping.memory.costs import COMPARED, Costs, stack_costs
-from plpkg.explorer import Explorer
 from plpkg.memory import MIB
+from plpkg.show.explorer import Explorer
 
 WIDTHS = ((512, 256, 128), (1024, 512, 256), (2048, 1024, 512), (5120, 2560, 1280))
 

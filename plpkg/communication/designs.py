@@ -10,8 +10,9 @@ import math
 import textwrap
 from dataclasses import dataclass
 
-from plpkg import catalog, drawing, theme
+from plpkg import catalog
 from plpkg.communication.onlookers import follows
+from plpkg.show import drawing, theme
 from plpkg.validation import one_of
 
 TRAINING = "the cloud while you learn"
@@ -271,7 +272,7 @@ def explorer():
     """Sliders for design and onlooker."""
     import ipywidgets
 
-    from plpkg.explorer import Explorer
+    from plpkg.show.explorer import Explorer
 
     controls = {
         "design": ipywidgets.SelectionSlider(description="design", options=list(DESIGNS), value="adapter, served"),

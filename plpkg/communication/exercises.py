@@ -3,7 +3,7 @@
 from plpkg.communication import onlookers
 from plpkg.communication.formulas import low_rank
 from plpkg.communication.schedule import Message, count, low_rank_messages
-from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.show.exercise import Verdict, check_function, check_number
 
 
 def round_trips(answer: object) -> Verdict:

@@ -8,7 +8,7 @@ is not listed does not mean that there is none.
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from plpkg import drawing, theme
+from plpkg.show import drawing, theme
 from plpkg.validation import one_of
 
 CLOUD = "the cloud that computes"
@@ -157,7 +157,7 @@ def explorer():
     """Sliders for system and onlooker."""
     import ipywidgets
 
-    from plpkg.explorer import Explorer
+    from plpkg.show.explorer import Explorer
 
     controls = {
         "system": ipywidgets.SelectionSlider(description="system", options=list(RECEIVED), value="PrivateLoRA"),

@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 
-from plpkg import drawing, results, theme
+from plpkg import results
 from plpkg.catalog import Link, ModelShape, link as find_link, model as find_model
 from plpkg.communication.formulas import full_activations, low_rank
 from plpkg.communication.schedule import Message
 from plpkg.communication.traffic import Traffic
+from plpkg.show import drawing, theme
 
 RANKS = (8, 16, 32, 64, 128, 256, 512)
 

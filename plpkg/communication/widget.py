@@ -8,7 +8,7 @@ from plpkg import catalog, results
 from plpkg.communication import plots
 from plpkg.communication.formulas import full_activations, low_rank
 from plpkg.communication.traffic import Traffic
-from plpkg.explorer import Explorer
+from plpkg.show.explorer import Explorer
 
 
 @dataclass(frozen=True)

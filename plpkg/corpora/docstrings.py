@@ -33,7 +33,7 @@ from plpkg.corpora import documents, duplicates, installed
 from plpkg.corpora.documents import SPLITS, Document, Writer, mask_scored
 from plpkg.corpora.duplicates import Deduplicator
 from plpkg.corpora.installed import modules, sources
-from plpkg.untrusted import read_file, shown
+from plpkg.files.untrusted import read_file, shown
 from plpkg.validation import one_of
 
 PUBLIC = (

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from plpkg.corpora.documents import SPLITS, Document, Writer, cuts, mask_scored
-from plpkg.untrusted import MAX_BYTES, read_file, shown
+from plpkg.files.untrusted import MAX_BYTES, read_file, shown
 from plpkg.validation import whole_number
 
 MAX_TEXT_BYTES = 2**24

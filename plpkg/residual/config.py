@@ -13,7 +13,7 @@ from pathlib import Path
 
 from peft import PeftConfig
 
-from plpkg.untrusted import brief, misfits, read_object, read_tensors
+from plpkg.files.untrusted import brief, misfits, read_object, read_tensors
 from plpkg.validation import flag, one_of, shown, whole_number
 
 CONFIG = "adapter_config.json"

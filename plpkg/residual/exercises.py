@@ -2,8 +2,8 @@
 
 import torch
 
-from plpkg.exercise import Verdict, check_function, check_number
 from plpkg.residual.attacks import recover_tokens
+from plpkg.show.exercise import Verdict, check_function, check_number
 
 
 def tokens_until_m(answer: object) -> Verdict:

@@ -21,7 +21,8 @@ from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_PREFIX_MAPPIN
 from torch import nn
 from transformers import PreTrainedModel
 
-from plpkg.checkpoints import private_folder, replace_files
+from plpkg.files.checkpoints import private_folder, replace_files
+from plpkg.files.untrusted import read_object
 from plpkg.residual.adapter import matrices
 from plpkg.residual.config import (
     CONFIG,
@@ -34,7 +35,6 @@ from plpkg.residual.config import (
 )
 from plpkg.residual.ladder import LadderTap
 from plpkg.residual.tuners import LadderModel, PrivateLoraModel, adapted
-from plpkg.untrusted import read_object
 
 __all__ = ["LadderConfig", "PrivateLoraConfig", "convert_to_lora", "load", "matrices"]
 """Whoever takes these from here can give PEFT an adapter of this room."""

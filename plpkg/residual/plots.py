@@ -5,10 +5,10 @@ What takes ``rows`` takes those of a recorded section; :func:`by_scheme` and :fu
 
 from collections.abc import Sequence
 
-from plpkg import drawing, theme
 from plpkg.recorded import half_width
 from plpkg.residual.cost import device_cost
 from plpkg.residual.cut.parts import split
+from plpkg.show import drawing, theme
 
 SCHEMES = {
     "plain": "M r=48 at down",

@@ -7,7 +7,8 @@ token that it counted. The points beside the curves are what it measured over li
 from dataclasses import dataclass
 from functools import cache
 
-from plpkg import recorded, theme
+from plpkg import recorded
+from plpkg.show import theme
 
 WAYS = {
     "M in every layer": "plain",
@@ -84,7 +85,7 @@ def explorer():
     """A slider for the delay."""
     import ipywidgets
 
-    from plpkg.explorer import Explorer
+    from plpkg.show.explorer import Explorer
 
     delay = ipywidgets.SelectionSlider(description="round-trip time, ms", options=DELAYS, value=0)
     question = "From which delay on does a ladder write three times as fast as M in every layer?"

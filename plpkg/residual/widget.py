@@ -10,10 +10,11 @@ from functools import cache
 import ipywidgets
 import torch
 
-from plpkg import corpora, theme
+from plpkg import corpora
 from plpkg.backbones import load_backbone
-from plpkg.explorer import Explorer
 from plpkg.residual.attacks import public_table, recover_tokens, relative_error
+from plpkg.show import theme
+from plpkg.show.explorer import Explorer
 
 RANKS = (4, 8, 16, 32, 64, 128)
 NOTHING = -1

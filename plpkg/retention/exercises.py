@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import torch
 
-from plpkg.exercise import Verdict, check_function, check_number
 from plpkg.retention.watch import Units
+from plpkg.show.exercise import Verdict, check_function, check_number
 
 
 def peak_units(answer: object) -> Verdict:

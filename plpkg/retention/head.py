@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from plpkg import checkpoints
 from plpkg.backbones import fingerprint
+from plpkg.files import checkpoints
 from plpkg.retention.watch import attention_layers
 from plpkg.validation import shown, whole_number
 

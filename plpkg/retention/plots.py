@@ -2,9 +2,9 @@
 
 import numpy as np
 
-from plpkg import drawing, theme
 from plpkg.recorded import half_width
 from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE
+from plpkg.show import drawing, theme
 
 METHODS = ("Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random")
 STYLES = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))

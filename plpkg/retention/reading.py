@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from plpkg import checkpoints
 from plpkg.backbones import fingerprint
 from plpkg.batch import token_ids
+from plpkg.files import checkpoints
 from plpkg.learning import evaluating, forget_images
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore

@@ -7,13 +7,13 @@ import ipywidgets
 import numpy as np
 import torch
 
-from plpkg import theme
-from plpkg.explorer import Explorer
 from plpkg.retention import plots, scorers, tiny
 from plpkg.retention.eviction import Log
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE, Pairs, pairs_in_noise
+from plpkg.show import theme
+from plpkg.show.explorer import Explorer
 
 LENGTH, CHUNK, PROMPTS = 96, 16, 64
 SCORERS = ("Locret", "oracle", "SnapKV", "H2O", "SirLLM", "random", "sink + recent", "key norm")

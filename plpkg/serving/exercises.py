@@ -3,7 +3,7 @@
 from itertools import accumulate, groupby, pairwise
 from random import Random
 
-from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.show.exercise import Verdict, check_function, check_number
 
 
 def adapters_per_backbone(answer: object) -> Verdict:

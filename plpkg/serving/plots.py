@@ -1,7 +1,7 @@
 """Figures of notebook 06. What takes ``rows`` takes those of a recorded section of that name."""
 
-from plpkg import drawing, theme
 from plpkg.serving.popularity import Decoding
+from plpkg.show import drawing, theme
 
 
 def batch(segments, names, ax=None):

@@ -2,9 +2,9 @@
 
 import ipywidgets
 
-from plpkg.explorer import Explorer
 from plpkg.serving import plots
 from plpkg.serving.popularity import POPULARITIES, Decoding, adapters, decode
+from plpkg.show.explorer import Explorer
 
 MODELS = {
     "Llama-2-7B, A100": ("llama-2-7b", "a100-80gb-sxm"),

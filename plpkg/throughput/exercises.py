@@ -3,7 +3,7 @@
 import math
 
 from plpkg import catalog
-from plpkg.exercise import Verdict, check_function, check_number
+from plpkg.show.exercise import Verdict, check_function, check_number
 from plpkg.throughput.estimate import decode
 from plpkg.throughput.latency import break_even_rtt_s
 

@@ -2,8 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from plpkg import theme
 from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link
+from plpkg.show import theme
 from plpkg.throughput import latency, published
 from plpkg.throughput.estimate import TERMS, Estimate, decode
 from plpkg.throughput.resources import phone_memory

@@ -8,7 +8,7 @@ import ipywidgets
 from plpkg import catalog
 from plpkg.communication.plots import RANKS
 from plpkg.communication.widget import links
-from plpkg.explorer import Explorer
+from plpkg.show.explorer import Explorer
 from plpkg.throughput import plots
 from plpkg.throughput.estimate import Estimate, decode
 from plpkg.throughput.resources import phone_only_tokens_per_s, whole_model_bytes

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from plpkg import checkpoints
 from plpkg.adapters import Adapter, validate_adapter
 from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import HeadSplit, logits
@@ -23,6 +22,7 @@ from plpkg.autonomy.transfer import WARMUP, Task, features, transfer
 from plpkg.clipping import make_private
 from plpkg.clipping.training.accounting import epsilon_of
 from plpkg.corpora.examples import IGNORED, Examples
+from plpkg.files import checkpoints
 from tests.autonomy.conftest import VOCAB, Net, images, learner, same, samples, texts, values
 
 from rounding import assert_close

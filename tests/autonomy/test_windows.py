@@ -11,11 +11,11 @@ import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 
-from plpkg import checkpoints
 from plpkg.autonomy.transfer import Task, Transfer, transfer
 from plpkg.autonomy.windows import CHECKPOINT, learn_in_windows
 from plpkg.clipping import make_private
 from plpkg.clipping.training.accounting import epsilon_of
+from plpkg.files import checkpoints
 from tests.autonomy.conftest import learner, same, samples
 
 from preloaded import Process

@@ -6,9 +6,10 @@ import matplotlib.pyplot as plt
 import pytest
 import torch
 
-from plpkg import recorded, theme
+from plpkg import recorded
 from plpkg.clipping import costs, plots
 from plpkg.memory import MIB
+from plpkg.show import theme
 
 
 def test_costs_are_relative_to_sgd():

@@ -2,8 +2,8 @@
 
 import matplotlib.pyplot as plt
 
-from plpkg import theme
 from plpkg.clipping import widget
+from plpkg.show import theme
 
 
 def test_what_it_computes_and_says():

@@ -4,9 +4,10 @@ import itertools
 
 import pytest
 
-from plpkg import catalog, theme
+from plpkg import catalog
 from plpkg.communication import designs
 from plpkg.communication.designs import ASKING, DESIGNS, FILE, LATER, ONLOOKERS, TRAINING
+from plpkg.show import theme
 
 ALL = list(itertools.product(DESIGNS, ONLOOKERS))
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from plpkg import theme
 from plpkg.communication import onlookers
 from plpkg.communication.onlookers import CLOUD, CUSTOMER, LATER, ONLOOKERS, RECEIVED, WIRE
+from plpkg.show import theme
 
 
 def test_a_conclusion_may_be_what_another_rule_needs():

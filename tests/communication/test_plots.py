@@ -2,8 +2,9 @@
 
 import pytest
 
-from plpkg import communication, theme
+from plpkg import communication
 from plpkg.communication import plots
+from plpkg.show import theme
 
 
 def test_the_split_names_what_each_side_holds_and_what_crosses():

@@ -4,9 +4,10 @@ import pandas as pd
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from plpkg import catalog, communication, recorded, theme
+from plpkg import catalog, communication, recorded
 from plpkg.backbones import load_backbone
 from plpkg.residual import PrivateLoraConfig, plots
+from plpkg.show import theme
 
 
 def test_m_s_is_recomputed_from_its_parts():

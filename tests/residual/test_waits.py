@@ -2,8 +2,8 @@
 
 import pytest
 
-from plpkg import theme
 from plpkg.residual import waits
+from plpkg.show import theme
 
 
 def test_without_a_delay_the_speeds_are_those_measured():

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from plpkg import theme
-from plpkg.explorer import Explorer
 from plpkg.residual import widget
+from plpkg.show import theme
+from plpkg.show.explorer import Explorer
 
 SENTENCE = "Nobody knows what I write here."
 

@@ -4,9 +4,9 @@ import pandas as pd
 import pytest
 import torch
 
-from plpkg import theme
 from plpkg.retention import chunked_prefill, plots, scorers, tasks, tiny
 from plpkg.retention.eviction import keep_indices
+from plpkg.show import theme
 
 ROWS = pd.DataFrame(
     [dict(case="full cache", value=3.0)]

@@ -17,8 +17,9 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from plpkg import checkpoints, retention
+from plpkg import retention
 from plpkg.backbones import random_backbone
+from plpkg.files import checkpoints
 from plpkg.retention import chunked_prefill
 from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from plpkg import theme
 from plpkg.retention import chunked_prefill, scorers, tiny, widget
+from plpkg.show import theme
 
 
 def test_the_result_is_a_prefill_and_an_answer():

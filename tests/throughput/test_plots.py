@@ -2,7 +2,8 @@
 
 import pytest
 
-from plpkg import catalog, theme
+from plpkg import catalog
+from plpkg.show import theme
 from plpkg.throughput import TERMS, decode, plots
 
 

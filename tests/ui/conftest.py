@@ -129,9 +129,9 @@ def hold_explorers(begin, hold):
 
 
 import pathlib
-import plpkg.explorer
+import plpkg.show.explorer
 
-plpkg.explorer.Explorer.__init__ = hold_explorers(plpkg.explorer.Explorer.__init__, pathlib.Path({hold!r}))
+plpkg.show.explorer.Explorer.__init__ = hold_explorers(plpkg.show.explorer.Explorer.__init__, pathlib.Path({hold!r}))
 """
 """What each kernel runs first: as long as there is a file, no explorer comes to its result."""
 

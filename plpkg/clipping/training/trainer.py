@@ -10,10 +10,10 @@ import torch
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from plpkg import checkpoints
 from plpkg.clipping.training.losses import OwnLosses, Within
 from plpkg.clipping.training.private import Private
 from plpkg.clipping.training.samples import Sample
+from plpkg.files import checkpoints
 
 FILE = "private.safetensors"
 """The file in a checkpoint with the private training's state."""

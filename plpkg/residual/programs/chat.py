@@ -8,11 +8,11 @@ import torch
 from grpc import StatusCode
 from transformers import TextStreamer
 
+from plpkg.files.untrusted import printable
 from plpkg.residual.drafts import chosen
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.writing import checked_warpers, stops
-from plpkg.untrusted import printable
 from plpkg.validation import whole_number
 
 

@@ -23,13 +23,13 @@ from rich.text import Text
 from plpkg import corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import text_files
+from plpkg.files.untrusted import printable
 from plpkg.residual.cut.device_part import DevicePart
 from plpkg.residual.programs.chat import beginning, prompt
 from plpkg.residual.programs.curious import CuriousCloud
 from plpkg.residual.programs.training import train
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.messages import Counter
-from plpkg.untrusted import printable
 
 TOKENS = 16
 """Of an answer, at most."""

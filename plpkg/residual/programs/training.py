@@ -19,10 +19,11 @@ import torch
 from peft import PeftModel
 from peft.utils import get_peft_model_state_dict, set_peft_model_state_dict
 
-from plpkg import checkpoints, corpora
+from plpkg import corpora
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import read_utf8
 from plpkg.corpora.tokens import Tokens
+from plpkg.files import checkpoints
 from plpkg.learning import CHECKPOINT, TrainingRun, rising
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient

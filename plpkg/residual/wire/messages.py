@@ -14,10 +14,10 @@ import grpc
 from google.protobuf.message import DecodeError, Message
 from grpc import StatusCode
 
+from plpkg.files.untrusted import printable
 from plpkg.residual.wire.link import Lane, wait_until
 from plpkg.residual.wire.wire_pb2 import Final, Part, Step
 from plpkg.results import Tabular
-from plpkg.untrusted import printable
 
 METHOD = "/plpkg.residual.v1.Residual/Connect"
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from plpkg import catalog
-from plpkg.checkpoints import replace_file
+from plpkg.files.checkpoints import replace_file
 from plpkg.learning import learn
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.prefill import chunked_prefill

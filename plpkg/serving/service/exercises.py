@@ -2,7 +2,7 @@
 
 from random import Random
 
-from plpkg.exercise import Verdict, check_function
+from plpkg.show.exercise import Verdict, check_function
 
 
 def bound(function: object) -> Verdict:

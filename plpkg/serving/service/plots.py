@@ -4,8 +4,8 @@ from collections.abc import Mapping
 from itertools import pairwise
 from types import MappingProxyType
 
-from plpkg import drawing, theme
 from plpkg.serving.service.simulation import Simulation
+from plpkg.show import drawing, theme
 
 PAUSE_S = 0.2  # between two tokens, from which on a figure shades it
 

@@ -32,10 +32,10 @@ from plpkg.adapters import (
     inspect,
     read_adapter,
 )
-from plpkg.checkpoints import private_folder
+from plpkg.files.checkpoints import private_folder
+from plpkg.files.untrusted import header_length
 from plpkg.serving.service.known import DamagedError, Known, StoreError
 from plpkg.serving.service.places import folder_of, prune
-from plpkg.untrusted import header_length
 from plpkg.validation import number, whole_number
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

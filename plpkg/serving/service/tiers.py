@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 
 from plpkg.adapters import CONFIG, Adapter, AdapterLimits, InvalidAdapterError, validate_adapter
-from plpkg.checkpoints import PARTIAL, private_folder
+from plpkg.files.checkpoints import PARTIAL, private_folder
 from plpkg.serving.service.places import VERSION, require_apart
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError

@@ -5,10 +5,10 @@ from collections import deque
 
 import ipywidgets
 
-from plpkg.explorer import Explorer
 from plpkg.serving.service import plots
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.simulation import Arrival, Simulation, arrivals, simulate
+from plpkg.show.explorer import Explorer
 
 BUSY = 16
 """People who ask all the time."""

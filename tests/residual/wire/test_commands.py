@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import is_fake
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from plpkg import checkpoints
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.cli import app
+from plpkg.files import checkpoints
 from plpkg.residual import PrivateLoraConfig
 from plpkg.residual.programs.chat import _Printed, answer_lines, lines_of
 from plpkg.residual.programs.loading import adapted_model

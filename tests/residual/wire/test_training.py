@@ -9,8 +9,8 @@ from grpc import StatusCode
 from peft import PeftModel, get_peft_model
 from peft.utils import get_peft_model_state_dict
 
-from plpkg import checkpoints
 from plpkg.corpora import Document, encode
+from plpkg.files import checkpoints
 from plpkg.pretraining import train_tokenizer
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig, RefusedError
 from plpkg.residual.programs import training

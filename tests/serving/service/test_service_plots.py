@@ -6,11 +6,11 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import pytest
 
-from plpkg import theme
 from plpkg.serving.popularity import ARRIVALS
 from plpkg.serving.service import plots, widget
 from plpkg.serving.service.scheduler import Scheduler
 from plpkg.serving.service.simulation import Arrival, arrivals, simulate
+from plpkg.show import theme
 
 SLOTS = pd.DataFrame({"slots": [4, 8], "hit_rate": [0.25, 0.5], "first_token_p99_s": [2.0, 0.5]})
 TOKENS = pd.DataFrame({"request": ["running 0"] * 3 + ["cold 0"] * 2, "token_s": [0.0, 0.01, 0.27, 0.1, 0.3]})

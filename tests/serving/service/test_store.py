@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from plpkg.adapters import CONFIG, WEIGHTS, AdapterLimits, InvalidAdapterError
 from plpkg.backbones import load_backbone
-from plpkg.checkpoints import private_folder
+from plpkg.files.checkpoints import private_folder
 from plpkg.serving.service import known as module
 from plpkg.serving.service.http.names import Names
 from plpkg.serving.service.store import UNFINISHED, AccountFullError, NotFoundError, Store, StoreError

@@ -6,8 +6,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from plpkg.files.untrusted import read_file
 from plpkg.serving.service.store import NAME
-from plpkg.untrusted import read_file
 
 LOCAL = "local"
 """The account of everybody where there are no keys."""

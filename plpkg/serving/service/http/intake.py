@@ -21,11 +21,11 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
+from plpkg.files.untrusted import require_characters
 from plpkg.serving.service.http.answers import refusal
 from plpkg.serving.service.http.clients import unless_gone
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError
-from plpkg.untrusted import require_characters
 
 SMALL = 2**12
 """Bytes of a body that takes less time to parse than a thread takes to begin."""

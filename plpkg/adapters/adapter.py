@@ -1,11 +1,5 @@
-"""LoRA adapters of strangers: what PEFT saves, read without PEFT and checked against this base before it is used.
+"""An adapter: what PEFT saves, as tensors, as the bytes of its two files, and under a digest."""
 
-Whatever is not plain LoRA on the base's linear modules is refused, and so is a part of what the configuration names: an
-adapter serves as it was trained, or not at all. Nothing that it says is imported, run as a regular expression, or
-looked up. :mod:`plpkg.lora_files` has the format and judges all but the values, which are looked at here.
-"""
-
-import copy
 import functools
 import hashlib
 import json
@@ -16,12 +10,9 @@ from pathlib import Path
 
 import torch
 
-from plpkg import untrusted
-from plpkg.backbones import fingerprint
-from plpkg.checkpoints import private_folder, replace_file
-from plpkg.lora_files import (
+from plpkg.adapters.base import base_fingerprint
+from plpkg.adapters.file import (
     CONFIG,
-    POLICIES,
     WEIGHTS,
     WRAPPED,
     AdapterLimits,
@@ -32,8 +23,9 @@ from plpkg.lora_files import (
     judge,
     refusing,
 )
-from plpkg.untrusted import MAX_CONFIG_BYTES, shown
-from plpkg.validation import one_of
+from plpkg.files import untrusted
+from plpkg.files.checkpoints import private_folder, replace_file
+from plpkg.files.untrusted import shown
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +39,7 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A checked adapter, from :func:`validate_adapter`, :func:`read_adapter` or :meth:`of`.
+    """A checked adapter: :func:`~plpkg.adapters.validate_adapter` reads one, :meth:`of` makes one.
 
     Attributes
     ----------
@@ -90,7 +82,8 @@ class Adapter:
         factors
             By module; or the tensors by PEFT's names, with ``base_model.model.`` before them or not.
         backbone
-            The :func:`base_fingerprint` of what it was trained on, which the weights' metadata say: others refuse it.
+            The :func:`~plpkg.adapters.base_fingerprint` of what it was trained on. The weights' metadata name it, and
+            other bases refuse the adapter.
 
         Raises
         ------
@@ -116,7 +109,7 @@ class Adapter:
         weights = bytearray(_marked(save(copies, {"format": "pt"}), backbone))
         # The files are read again as a stranger's would be, against a base that has just these modules.
         base = Base(modules, [*modules], config.get("model_type"), config.get("base_model_name_or_path") or "")
-        adapter = _read(text, weights, base, AdapterLimits())
+        adapter = from_bytes(text, weights, base, AdapterLimits())
         for path, each in factors.items():
             if not isinstance(each, Factors):
                 continue
@@ -173,108 +166,6 @@ class Adapter:
             replace_file(Path(folder, name), write, private=True)
 
 
-def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | AdapterLimits | None = None) -> Adapter:
-    """Read the adapter in a folder, and check it against this base.
-
-    Parameters
-    ----------
-    path
-        The folder. Its two files are read, never more of them than is allowed; no other file is opened.
-    model
-        The base, a Hugging Face causal language model.
-    limits
-        A name of :data:`POLICIES`, or one's own; ``None`` leaves those of safety.
-
-    Raises
-    ------
-    InvalidAdapterError
-        With the first reason against it: of the configuration, of names and shapes, or of the values.
-    """
-    base = _base(model)
-    limits = _limits(limits)
-    config_file = Path(path, CONFIG)
-    weights_file = Path(path, WEIGHTS)
-    with refusing():
-        config = bytes(untrusted.read_file(config_file, MAX_CONFIG_BYTES))
-        if not weights_file.exists() and Path(path, "adapter_model.bin").exists():
-            raise ValueError(f"{WEIGHTS} is missing; adapter_model.bin is a pickle, which is never read")
-        header, size = untrusted.read_header(weights_file)
-        pairs = judge(config, header, size, base, limits)
-        weights = untrusted.read_file(weights_file, limits.max_bytes)
-        if len(weights) != size or weights[: len(header)] != header:
-            raise ValueError(f"{WEIGHTS} changed while it was read")
-        return _adapter(pairs, config, weights, base)
-
-
-def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
-    """One's own adapter in a folder: as :func:`validate_adapter`, or of another method of PEFT that is LoRA as well.
-
-    PEFT loads the latter, by the rules of whoever defined its method; so this is not for the folders of strangers.
-
-    Raises
-    ------
-    InvalidAdapterError
-        As :func:`validate_adapter`; the method cannot be LoRA, is unknown to PEFT, or refuses the folder.
-    """
-    from peft import PeftModel
-    from peft.mapping import PEFT_TYPE_TO_TUNER_MAPPING
-
-    _base(model)  # refuses what no adapter fits
-    with refusing():
-        method = str(untrusted.read_object(Path(path, CONFIG)).get("peft_type", "LORA"))
-        if method not in PEFT_TYPE_TO_TUNER_MAPPING:
-            define = "import the module that defines it first, plpkg.residual say"
-            raise ValueError(f"PEFT does not know {shown(method)}: {define}")
-        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING[method], "as_lora"):
-            return validate_adapter(path, model)
-        if not Path(path, WEIGHTS).exists():  # PEFT would ask the hub
-            raise ValueError(f"{path} has no {WEIGHTS}")
-        # PEFT puts the adapter into the model that it is given: a copy, which shares the parameters' values.
-        memo = {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in model.parameters()}
-        memo |= {id(buffer): buffer for buffer in model.buffers()}
-        adapted = PeftModel.from_pretrained(copy.deepcopy(model, memo), path)
-        return Adapter.from_peft(adapted)
-
-
-def read_adapter(
-    config: bytes, weights: bytes, model: torch.nn.Module, limits: str | AdapterLimits | None = None
-) -> Adapter:
-    """Check an adapter from the bytes of its two files, as :func:`validate_adapter` does.
-
-    A ``bytearray`` becomes the adapter's own, anything else is copied.
-
-    Raises
-    ------
-    InvalidAdapterError
-        With the first reason against it.
-    """
-    return _read(bytes(config), weights, _base(model), _limits(limits))
-
-
-def inspect(
-    config: bytes, header: bytes, size: int, model: torch.nn.Module, limits: str | AdapterLimits | None = None
-) -> None:
-    """Check what can be known of an adapter before its values are there.
-
-    ``header`` are the first 8 + N bytes of the weights' file (:func:`plpkg.untrusted.header_length` gives N), which
-    has ``size`` bytes as a whole.
-
-    Raises
-    ------
-    InvalidAdapterError
-        With the first reason against it.
-    """
-    base = _base(model)
-    limits = _limits(limits)
-    with refusing():
-        judge(config, header, size, base, limits)
-
-
-def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
-    """The modules that can be adapted: ``(in, out)`` of the linear ones in the model's body, by path; not the head."""
-    return {path: (each.num_in, each.num_out) for path, each in _base(model).modules.items()}
-
-
 def _by_peft_names(factors: Mapping[str, Factors | torch.Tensor]) -> dict[str, torch.Tensor]:
     """Factors by module, or tensors by PEFT's names: as tensors by PEFT's names, without ``base_model.model.``."""
     tensors = {}
@@ -314,88 +205,18 @@ def _marked(weights: bytes, backbone: str | None) -> bytes:
     return len(header).to_bytes(8, "little") + header + weights[end:]
 
 
-def base_fingerprint(model: torch.nn.Module) -> str | None:
-    """A language model's fingerprint; None in float16 or quantised, where it would be another's."""
-    is_language_model = hasattr(getattr(model, "config", None), "to_dict")
-    if not is_language_model or getattr(model, "is_quantized", False) or model.dtype == torch.float16:
-        return None
-    return fingerprint(model)
-
-
-def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:
-    """Refuse an adapter that was checked against another base.
-
-    Raises
-    ------
-    InvalidAdapterError
-        A module is absent here, or of another shape.
-    """
-    shapes = targets(model)
-    for path, each in adapter.factors.items():
-        shape = (each.down.shape[1], each.up.shape[0])
-        here = shapes.get(path, "absent")
-        if here != shape:
-            raise InvalidAdapterError(f"{path} is {here} here, {shape} in the adapter")
-
-
-def _base(model: torch.nn.Module) -> Base:
-    """The base that a model is; ValueError if it is no language model, or has an adapter."""
-    from peft import PeftModel
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if not hasattr(model, "get_output_embeddings"):
-        raise ValueError(f"a Hugging Face causal language model is needed, got {shown(model)}")
-    named = dict(model.named_modules())
-    tuned = [path for path, module in named.items() if isinstance(module, BaseTunerLayer)]
-    if isinstance(model, PeftModel) or tuned:
-        where = f", in {tuned[0]}" if tuned else ""
-        raise ValueError(f"this {type(model).__name__} has an adapter already{where}: take the base without it")
-    config = model.config
-    calculate = functools.partial(base_fingerprint, model)
-    return Base(_linear_modules(model), [*named], config.model_type, config._name_or_path, calculate)
-
-
-def _linear_modules(model: torch.nn.Module) -> dict[str, Module]:
-    """The linear modules of a model's body, by path: neither its head, nor the routers of its experts."""
-    from transformers.pytorch_utils import Conv1D
-
-    body = set(model.base_model.modules()) - {model.get_output_embeddings()}
-    modules = {}
-    for path, module in model.named_modules():
-        forward = type(module).forward  # a router is a Linear with a forward of its own
-        if module not in body or forward not in (torch.nn.Linear.forward, Conv1D.forward):
-            continue
-        weight = module.weight
-        if isinstance(module, Conv1D):  # GPT-2's, whose weight is (in, out)
-            num_in, num_out = weight.shape
-        else:
-            num_in, num_out = module.in_features, module.out_features
-        dtype = weight.dtype if weight.is_floating_point() else model.dtype  # quantised: what it computes in
-        modules[path] = Module(num_in, num_out, dtype)
-    return modules
-
-
-def _limits(limits: str | AdapterLimits | None) -> AdapterLimits:
-    """Limits by their name in :data:`POLICIES`, one's own as they are, the default ones for None."""
-    if limits is None:
-        return AdapterLimits()
-    if isinstance(limits, AdapterLimits):
-        return limits
-    return POLICIES[one_of("limits", limits, tuple(POLICIES))]
-
-
-def _read(config: bytes, weights: bytes, base: Base, limits: AdapterLimits) -> Adapter:
+def from_bytes(config: bytes, weights: bytes, base: Base, limits: AdapterLimits) -> Adapter:
     """The adapter of both files' bytes."""
     if not isinstance(weights, bytearray):
         weights = bytearray(weights)  # its tensors are views, which torch wants to be writable
     header = weights[: 8 + untrusted.MAX_HEADER_BYTES]
     with refusing():
         pairs = judge(config, header, len(weights), base, limits)
-        return _adapter(pairs, config, weights, base)
+        return from_pairs(pairs, config, weights, base)
 
 
-def _adapter(pairs: dict[str, Pair], config: bytes, weights: bytearray, base: Base) -> Adapter:
-    """The adapter of what :func:`~plpkg.lora_files.judge` has let pass, once its values are found finite."""
+def from_pairs(pairs: dict[str, Pair], config: bytes, weights: bytearray, base: Base) -> Adapter:
+    """The adapter of what :func:`~plpkg.adapters.file.judge` has let pass, once its values are found finite."""
     factors = {}
     for path, pair in pairs.items():
         down = untrusted.tensor(weights, pair.down)

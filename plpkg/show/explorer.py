@@ -13,7 +13,7 @@ from html import escape
 
 import ipywidgets
 
-from plpkg import theme
+from plpkg.show import theme
 
 STYLE = """<style>
 .plpkg-explorer { container-type: inline-size; width: 100%; }

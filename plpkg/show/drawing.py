@@ -1,10 +1,10 @@
 """Drawings of a mechanism: boxes, arrows between them, and lanes that say who holds them.
 
 Coordinates are units of the drawing, y downwards; each function adds to axes that :func:`canvas` made, and a drawing
-ends with :func:`plpkg.theme.describe`, which gives it its alternative text.
+ends with :func:`plpkg.show.theme.describe`, which gives it its alternative text.
 """
 
-from plpkg import theme
+from plpkg.show import theme
 
 INK, PALE = "0.25", "0.93"
 

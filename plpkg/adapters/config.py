@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from plpkg.untrusted import strict_json
+from plpkg.files.untrusted import strict_json
 from plpkg.validation import shown
 
 MAX_NAMES = 1024

@@ -13,9 +13,10 @@ from typing import NamedTuple
 
 import torch
 
-from plpkg import untrusted, wheels
-from plpkg.lora_config import LoraFields, adapted, is_foreign, literal, read_fields, value_of
-from plpkg.untrusted import MAX_CONFIG_BYTES, Entry, shown
+from plpkg import wheels
+from plpkg.adapters.config import LoraFields, adapted, is_foreign, literal, read_fields, value_of
+from plpkg.files import untrusted
+from plpkg.files.untrusted import MAX_CONFIG_BYTES, Entry, shown
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
