@@ -21,8 +21,8 @@ import typer
 
 from plpkg import questions
 from plpkg.backbones import load_backbone
-from plpkg.excerpts import read_folder
 from plpkg.files.untrusted import printable
+from plpkg.passages import read_folder
 from plpkg.questions import Reading
 from plpkg.search import Found, Search
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import torch
 
 from plpkg import catalog, wheels
+from plpkg.fingerprints import belongs_to_adapter, own_name
 from plpkg.shapes import reason
-from plpkg.stamps import belongs_to_adapter, own_name
 from plpkg.validation import one_of, whole_number
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")

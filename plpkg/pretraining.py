@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from plpkg import corpora, learning
+from plpkg import corpora, training_loop
 from plpkg.corpora import Document, Writer
 from plpkg.corpora.documents import several
 from plpkg.files import checkpoints
@@ -114,7 +114,7 @@ class Recipe:
     def lr_at(self, step: int) -> float:
         """The learning rate of a step: up to ``lr`` in ``warmup`` steps, then linearly down to zero."""
         warmup = min(self.warmup, self.steps // 10)
-        return self.lr * learning.rising_and_falling(step, warmup, self.steps)
+        return self.lr * training_loop.rising_and_falling(step, warmup, self.steps)
 
 
 def train_tokenizer(documents: Sequence[Document], vocab: int):
@@ -245,7 +245,7 @@ def pretrain(
     whole_number("evaluate_every", evaluate_every, 1)
     if device is not None:
         one_of("device", device, ("cpu", "cuda"))
-    accelerator = learning.accelerator(cpu=device == "cpu")
+    accelerator = training_loop.accelerator(cpu=device == "cpu")
     autocast = torch.autocast(accelerator.device.type, torch.bfloat16, enabled=bf16)
     if device == "cuda" and accelerator.device.type != "cuda":
         raise ValueError("device='cuda', but torch sees no CUDA device")
@@ -259,7 +259,7 @@ def pretrain(
     text = Writer("text", {"train": tuple(train), "validation": tuple(validation)})
     identity = asdict(recipe) | {"bf16": bf16} | {split: text.fingerprint(split) for split in text.documents}
     main = accelerator.is_main_process
-    run = learning.TrainingRun(recipe.steps, out, identity, checkpoint_every=checkpoint_every, writes=main)
+    run = training_loop.TrainingRun(recipe.steps, out, identity, checkpoint_every=checkpoint_every, writes=main)
     tokenizer = train_tokenizer(train, recipe.vocab)
     if len(tokenizer) != recipe.vocab:
         raise ValueError(f"the text yields only {len(tokenizer)} tokens, not vocab={recipe.vocab}")

@@ -10,7 +10,7 @@ import torch
 from plpkg.backbones import UNKNOWN
 from plpkg.corpora.documents import Document
 from plpkg.corpora.tokens import Tokens, encode
-from plpkg.learning import evaluating
+from plpkg.training_loop import evaluating
 from plpkg.validation import whole_number
 
 LONGEST = 32

@@ -26,7 +26,7 @@ import torch
 from tqdm.auto import tqdm
 
 from plpkg import catalog, wheels
-from plpkg.excerpts import Excerpt, of_file, pieces, read_folder
+from plpkg.passages import Passage, of_file, pieces, read_folder
 
 DIMENSIONS = 384
 
@@ -140,7 +140,7 @@ class Index:
         :func:`bm25` of the passages.
     """
 
-    def __init__(self, some: Sequence[Excerpt], embed: Callable[[list[str]], np.ndarray]) -> None:
+    def __init__(self, some: Sequence[Passage], embed: Callable[[list[str]], np.ndarray]) -> None:
         whole = [passage.read for passage in some]
         parts = []
         begins = []  # where each passage's pieces begin among all pieces
@@ -163,7 +163,7 @@ class Index:
 class Found:
     """A passage, and its score: how near it is to the question by meaning, and what shared words add."""
 
-    passage: Excerpt
+    passage: Passage
     score: float
 
 
@@ -182,7 +182,7 @@ class Search:
     Attributes
     ----------
     passages, skipped
-        What :func:`~plpkg.excerpts.read_folder` gave at the last question.
+        What :func:`~plpkg.passages.read_folder` gave at the last question.
 
     Raises
     ------
@@ -196,7 +196,7 @@ class Search:
         self.passages, self.skipped = read_folder(folder)
         self._embed = embed or Embedder()
         self._vectors = Vectors(self.folder)
-        self._indexed: list[Excerpt] | None = None
+        self._indexed: list[Passage] | None = None
         self._update()
 
     def _update(self) -> None:
@@ -207,7 +207,7 @@ class Search:
         self._index = Index(self.passages, embed)
         self._indexed = self.passages
 
-    def still_says(self, passage: Excerpt) -> bool:
+    def still_says(self, passage: Passage) -> bool:
         """Whether a passage's file has it still, at its line."""
         try:
             return passage in of_file(self.folder, passage.file)

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, T5Config, T5ForConditionalGeneration
 
-from plpkg import catalog, corpora, stamps
+from plpkg import catalog, corpora, fingerprints
 from plpkg.backbones import FAMILIES, fingerprint, load_backbone, random_backbone
 from plpkg.catalog import ModelShape
+from plpkg.fingerprints import digest, stamp
 from plpkg.pretraining import Recipe
 from plpkg.scoring import score
-from plpkg.stamps import digest, stamp
 
 from rounding import assert_as_exact
 
@@ -415,7 +415,7 @@ def test_a_stamp_is_of_one_model_and_keeps_no_tensor():
 
 def test_a_stamp_of_sizes_alone_reads_no_value_and_spoils_no_later_one():
     seen = {}
-    stamps._places.cache_clear()
+    fingerprints._places.cache_clear()
     for mode in (FakeTensorMode(), torch.device("meta"), contextlib.nullcontext()):
         with mode, warnings.catch_warnings():
             warnings.simplefilter("error")

@@ -17,7 +17,7 @@ from plpkg import corpora, questions, retention
 from plpkg.autonomy import Task, transfer
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.clipping import make_private
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.residual import CloudServer, DeviceClient, LadderConfig, PrivateLoraConfig
 from plpkg.retention import RetainingHeads, chunked_prefill, train_heads
 from plpkg.retention.scorers import H2O

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from plpkg import ROOMS
-from plpkg.lazy import ended_by_ctrl_c
+from plpkg.imports import ended_by_ctrl_c
 
 from waiting import interpreter
 
@@ -92,7 +92,7 @@ def test_a_mechanism_loads_no_inner_room():
 def test_a_command_imports_what_it_needs_without_the_collector_and_once():
     code = """
 import gc, sys
-from plpkg.lazy import uncollected
+from plpkg.imports import uncollected
 for _ in range(2):
     with uncollected():
         print(gc.isenabled())

@@ -26,7 +26,7 @@ from safetensors.torch import load_file
 from typer.main import get_command
 from typer.testing import CliRunner
 
-from plpkg import cli, corpora, learning, pretraining
+from plpkg import cli, corpora, pretraining, training_loop
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Document
 from plpkg.files import checkpoints
@@ -227,7 +227,7 @@ def test_an_interrupted_run_ends_with_the_same_weights(tmp_path, monkeypatch, bf
 
 def test_the_log_goes_on_where_it_stopped(tmp_path, monkeypatch):
     def clock():  # a second passes from look to look
-        monkeypatch.setattr(learning, "time", SimpleNamespace(perf_counter=map(float, itertools.count()).__next__))
+        monkeypatch.setattr(training_loop, "time", SimpleNamespace(perf_counter=map(float, itertools.count()).__next__))
 
     clock()
     at_steps(monkeypatch, 7)

@@ -10,7 +10,7 @@ from tokenizers.processors import TemplateProcessing
 from plpkg import questions
 from plpkg.backbones import UNKNOWN, load_backbone, random_backbone
 from plpkg.corpora import ABSENT, Tokens
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.retention import chunked_prefill
 from plpkg.retention.scorers import SinkRecent
 from plpkg.scoring import score, token_log_probs

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from plpkg import excerpts, search
+from plpkg import passages, search
 
 from noted import Words, write_notes
 
@@ -27,7 +27,7 @@ def notes(tmp_path):
 
 
 def cut(text):
-    return [(passage.line, passage.heading, passage.text) for passage in excerpts.passages(PLACE, text)]
+    return [(passage.line, passage.heading, passage.text) for passage in passages.passages(PLACE, text)]
 
 
 WRAPPED = "The wall behind the sinks is damp again and the patch is about the size\nof a door by now. " * 2
@@ -80,12 +80,12 @@ def test_where_a_text_is_cut(text, expected):
     ],
 )
 def test_what_is_long_is_cut_with_nothing_lost(long):
-    pieces = excerpts.passages(PLACE, long)
+    pieces = passages.passages(PLACE, long)
     assert len(pieces) > 1
     place = 0
     for piece in pieces:
-        assert len(piece.text) <= excerpts.LONGEST
-        begin = long.index(piece.text, max(0, place - excerpts.OVERLAP - 1))
+        assert len(piece.text) <= passages.LONGEST
+        begin = long.index(piece.text, max(0, place - passages.OVERLAP - 1))
         assert not long[place:begin].strip()  # between two pieces there is nothing but white space
         place = begin + len(piece.text)
     assert not long[place:].strip()
@@ -93,7 +93,7 @@ def test_what_is_long_is_cut_with_nothing_lost(long):
 
 @given(st.text(st.sampled_from("ab .\n#`-|"), max_size=300))
 def test_every_passage_is_verbatim_at_its_line_and_no_word_is_lost(text):
-    found = excerpts.passages(PLACE, text)
+    found = passages.passages(PLACE, text)
     lines = text.split("\n")
     for passage in found:
         assert passage.text in text
@@ -112,11 +112,11 @@ def test_the_best_passage_comes_first_with_its_line(notes):
 
 @given(st.text("ab .!?\n", max_size=1500))
 def test_pieces_are_a_passages_sentences_and_nothing_is_lost(text):
-    found = list(excerpts.pieces(text))
+    found = list(passages.pieces(text))
     assert found
     assert "".join("".join(found).split()) == "".join(text.split())  # the space between two pieces belongs to neither
     for piece in found:
-        assert len(piece) <= excerpts.PIECE or len(excerpts.ENDS.findall(piece)) == 0
+        assert len(piece) <= passages.PIECE or len(passages.ENDS.findall(piece)) == 0
 
 
 def test_what_was_edited_added_or_deleted_counts_at_the_next_question(notes):
@@ -183,14 +183,14 @@ def test_an_interrupted_embedding_goes_on(tmp_path):
 def test_what_is_not_read_is_named_with_the_reason(notes):
     (notes / "letter.pdf").write_bytes(b"%PDF")
     (notes / "old.txt").write_bytes(b"caf\xe9")
-    (notes / "large.txt").write_bytes(b"a" * (excerpts.MAX_FILE_BYTES + 1))
+    (notes / "large.txt").write_bytes(b"a" * (passages.MAX_FILE_BYTES + 1))
     os.symlink("home.md", notes / "link.md")
     os.mkfifo(notes / "pipe.txt")
     (notes / ".git").mkdir()
     (notes / ".git" / "hidden.md").write_text("hidden")
     (notes / "below").mkdir()
     (notes / "below" / "deep.MD").write_text("deep down")
-    found, skipped = excerpts.read_folder(notes)
+    found, skipped = passages.read_folder(notes)
     assert {str(passage.file) for passage in found} == {"home.md", "lines.txt", "below/deep.MD"}
     reasons = {str(file): reason for file, reason in skipped.items()}
     assert reasons.keys() == {"letter.pdf", "old.txt", "large.txt", "link.md", "pipe.txt"}
@@ -208,7 +208,7 @@ def test_a_file_whose_name_is_not_utf8_is_read(tmp_path):
 
 def test_a_folder_that_is_none_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match="nowhere is not a folder"):
-        excerpts.read_folder(tmp_path / "nowhere")
+        passages.read_folder(tmp_path / "nowhere")
     (tmp_path / "file").touch()
     with pytest.raises(NotADirectoryError, match="file is not a folder"):
-        excerpts.read_folder(tmp_path / "file")
+        passages.read_folder(tmp_path / "file")

@@ -62,7 +62,7 @@ import torch
 from benchmarks import record
 from benchmarks.backbones import hands
 from benchmarks.backbones.hands import Collection, Question
-from plpkg import ask, catalog, excerpts, questions, search
+from plpkg import ask, catalog, passages, questions, search
 from plpkg.backbones import load_backbone
 
 SETS = {"choosing": hands.CHOOSING, "plain": ("plain",), "misleading": ("misleading",)}
@@ -121,7 +121,7 @@ def cases(name: str) -> list[Case]:
     found = []
     for hand in SETS[name]:
         for some in hands.collections(hand):
-            index = search.Index([excerpts.Excerpt(Path(), 1, "", note) for note in some.notes], embed())
+            index = search.Index([passages.Passage(Path(), 1, "", note) for note in some.notes], embed())
             asked = embed()([each.question for each in some.questions])
             for question, vector in zip(some.questions, asked, strict=True):
                 meaning = index.meaning(vector)
@@ -420,7 +420,7 @@ def real_rows() -> Iterator[dict]:
     folder = Path(os.environ.get("TIL", ""))
     if not (folder / "git").is_dir():
         raise FileNotFoundError("TIL must name a clone of github.com/jbranchaud/til")
-    found, _ = excerpts.read_folder(folder)
+    found, _ = passages.read_folder(folder)
     inside = [passage for passage in found if len(passage.file.parts) > 1]  # not README and the like
     texts = [passage.read for passage in inside]
     began = time.process_time()
@@ -464,7 +464,7 @@ def real_rows() -> Iterator[dict]:
 
 def prose_rows() -> Iterator[dict]:
     folder = catalog.data_path("diary")
-    some = excerpts.passages(Path("entries.md"), (folder / "entries.md").read_text(encoding="utf-8"))
+    some = passages.passages(Path("entries.md"), (folder / "entries.md").read_text(encoding="utf-8"))
     asked = pd.read_csv(folder / "questions.csv")
     index = search.Index(some, embed())
     hits: dict[tuple, int] = {}

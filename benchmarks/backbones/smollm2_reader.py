@@ -34,7 +34,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.backbones import hands
 from benchmarks.backbones.hands import Collection, Question
-from plpkg import learning, questions
+from plpkg import questions, training_loop
 from plpkg.backbones import UNKNOWN, load_backbone
 from plpkg.search import Embedder
 
@@ -205,7 +205,7 @@ def train(recipe: Recipe, out: Path) -> None:
     base = model.get_base_model()
     weights = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(weights, lr=recipe.lr, weight_decay=0.01)
-    run = learning.TrainingRun(
+    run = training_loop.TrainingRun(
         len(steps), out, asdict(recipe) | {"hands": len(hands.training_hands())}, checkpoint_every=20
     )
     adapter = SimpleNamespace(
@@ -230,7 +230,7 @@ def train(recipe: Recipe, out: Path) -> None:
         return total
 
     def rate(step: int) -> float:
-        return recipe.lr * max(0.05, learning.rising_and_falling(step, recipe.warmup, len(steps)))
+        return recipe.lr * max(0.05, training_loop.rising_and_falling(step, recipe.warmup, len(steps)))
 
     for done, _ in run.learn(gradient, [optimizer], rate):
         last = run.log[-20:]
@@ -240,7 +240,7 @@ def train(recipe: Recipe, out: Path) -> None:
     ship(model, recipe, run, out)
 
 
-def ship(model, recipe: Recipe, run: learning.TrainingRun, out: Path) -> None:
+def ship(model, recipe: Recipe, run: training_loop.TrainingRun, out: Path) -> None:
     """Write what comes with the package: the adapter in half precision, the log, and what it was made by."""
     half = {name: value.detach().half() for name, value in get_peft_model_state_dict(model).items()}
     config = replace(model.peft_config["default"])

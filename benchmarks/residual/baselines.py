@@ -1,7 +1,7 @@
 """PrivateLoRA beside its like: LoRA at the same projections, and counts of the same text. Nine writers, plpkg-small.
 
 ``benchmarks.residual.quality`` compares M at down_proj with LoRA at q, k and v, on three writers. Here each stands
-beside the other at both places, with a learning rate of its own, for every writer. Counts (``plpkg.counts``) take no
+beside the other at both places, with a learning rate of its own, for every writer. Counts (``plpkg.ngrams``) take no
 gradient and send nothing; they are mixed with the model as it is, and with the model that M at down_proj has changed.
 
 * rates: the gain on the first 40 kB of numpy's and seaborn's validation text for each learning rate; the rate with the
@@ -37,7 +37,7 @@ from benchmarks import record
 from benchmarks.residual.methods import BATCH, SEQ, STEPS, Method, lora, low, opening, personalise, prepared
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.scoring import score, token_log_probs
 
 SEEDS = (0, 1)

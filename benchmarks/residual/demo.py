@@ -17,7 +17,7 @@ from peft import PeftModel, get_peft_model
 
 from benchmarks import record
 from benchmarks.residual.methods import EVERYWHERE
-from plpkg import catalog, corpora, learning, questions, residual
+from plpkg import catalog, corpora, questions, residual, training_loop
 from plpkg.backbones import load_backbone
 from plpkg.corpora.diary import Question
 from plpkg.residual import PrivateLoraConfig
@@ -72,7 +72,7 @@ def learnt(tokenizer, model: PeftModel, facts: list[Question]) -> tuple[float, f
         loss = model(**batch, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(weights, 1.0)
-        optimizer.param_groups[0]["lr"] = LR * max(0.05, learning.rising_and_falling(step, 5, steps))
+        optimizer.param_groups[0]["lr"] = LR * max(0.05, training_loop.rising_and_falling(step, 5, steps))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())

@@ -36,7 +36,7 @@ from benchmarks.residual.methods import ADAPTERS, BATCH, SEQ, STEPS, Method, lad
 from plpkg import catalog, corpora
 from plpkg.backbones import load_backbone
 from plpkg.corpora.tokens import Tokens
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.residual import attacks, drafts, split
 from plpkg.residual.adapter import matrices
 from plpkg.scoring import score

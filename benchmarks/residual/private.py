@@ -21,9 +21,9 @@ from benchmarks.residual.methods import prepared
 from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
-from plpkg.learning import rising
 from plpkg.residual import CloudServer, DeviceClient
 from plpkg.residual.programs.training import score_of
+from plpkg.training_loop import rising
 
 METHOD = METHODS["PrivateLoRA r=64"]
 BATCH = 32

@@ -16,13 +16,13 @@ from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from plpkg.learning import learn
 from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, gather
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.prefill import read_chunks
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import attention_layers
+from plpkg.training_loop import learn
 
 
 class Merger(nn.Module):

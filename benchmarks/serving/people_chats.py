@@ -23,7 +23,7 @@ from torch.nn.utils.rnn import pad_sequence
 from benchmarks import record
 from plpkg import catalog
 from plpkg.backbones import load_backbone
-from plpkg.batch import IGNORED
+from plpkg.inputs import IGNORED
 from plpkg.questions import right
 from plpkg.serving import Adapter, Engine, Request, train_many
 

@@ -10,7 +10,7 @@ from plpkg.autonomy.personal import Transfer, load
 from plpkg.autonomy.prune import prune
 from plpkg.autonomy.transfer import Task, transfer
 from plpkg.autonomy.windows import learn_in_windows
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 
 __all__ = [
     "Evaluation",

@@ -21,7 +21,7 @@ from plpkg.autonomy.nets import logits, untrained
 from plpkg.autonomy.scope import personal_copy
 from plpkg.autonomy.transfer import transfer
 from plpkg.corpora.examples import IGNORED, Examples, Person
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.validation import whole_number
 
 People = Mapping[str, Person]

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from plpkg.autonomy.nets import logits
 from plpkg.corpora.examples import IGNORED, Examples
-from plpkg.learning import evaluating
 from plpkg.results import Tabular
+from plpkg.training_loop import evaluating
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from plpkg import catalog
 from plpkg.corpora import Vocabulary
-from plpkg.learning import logits_of
+from plpkg.training_loop import logits_of
 from plpkg.validation import one_of, whole_number
 
 

@@ -30,8 +30,8 @@ from plpkg.autonomy.nets import HeadSplit, plain
 from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
 from plpkg.files import checkpoints
+from plpkg.fingerprints import digest
 from plpkg.results import Tabular
-from plpkg.stamps import digest
 from plpkg.validation import number, whole_number
 
 FILE = "online.safetensors"

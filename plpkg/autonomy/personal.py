@@ -11,8 +11,8 @@ from plpkg.adapters import Adapter, Factors, base_fingerprint
 from plpkg.autonomy.nets import plain
 from plpkg.autonomy.scope import personal_copy
 from plpkg.files import checkpoints
+from plpkg.fingerprints import digest
 from plpkg.results import Tabular
-from plpkg.stamps import digest
 
 FILE = "personal.safetensors"
 
@@ -34,7 +34,7 @@ class Transfer(Tabular):
     epsilon
         Of a private task: the ε that ``state`` has spent, for a δ. Else None.
     scope, public
-        What was trained, and the :func:`plpkg.stamps.digest` of the public model.
+        What was trained, and the :func:`plpkg.fingerprints.digest` of the public model.
     """
 
     model: nn.Module

@@ -25,8 +25,8 @@ from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
 from plpkg.corpora.examples import IGNORED, Examples
 from plpkg.files import checkpoints
-from plpkg.learning import learn, rising_and_falling
-from plpkg.stamps import digest
+from plpkg.fingerprints import digest
+from plpkg.training_loop import learn, rising_and_falling
 from plpkg.validation import number, whole_number
 
 BATCH_NORM = nn.modules.batchnorm._BatchNorm

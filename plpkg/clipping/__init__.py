@@ -1,6 +1,6 @@
 """DP-SGD: clipping each example's gradient, in every execution, and what it costs (Opacus article, 2024-08-20)."""
 
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 
 PLACES = dict(
     clipped_gradients="gradients",

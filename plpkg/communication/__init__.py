@@ -14,7 +14,7 @@ from plpkg.communication.schedule import (
 )
 from plpkg.communication.traffic import Traffic
 from plpkg.communication.wire import WireBytes, on_the_wire
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 
 __all__ = [
     "BASELINES",

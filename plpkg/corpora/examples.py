@@ -10,10 +10,10 @@ from typing import NamedTuple, Self
 
 import torch
 
-from plpkg.batch import IGNORED, ids_and_labels
 from plpkg.corpora.documents import Document, several
 from plpkg.corpora.tokens import Tokens
 from plpkg.corpora.words import BEGIN, UNKNOWN, Vocabulary, sentences
+from plpkg.inputs import IGNORED, ids_and_labels
 from plpkg.results import Tabular
 from plpkg.validation import whole_number
 
@@ -85,7 +85,7 @@ class Examples(Tabular):
         Raises
         ------
         ValueError
-            As :func:`plpkg.batch.ids_and_labels`, or there is nothing to predict.
+            As :func:`plpkg.inputs.ids_and_labels`, or there is nothing to predict.
         """
         ids, labels = ids_and_labels(batch)
         return cls(ids[:, :-1], labels[:, 1:])

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from plpkg.batch import IGNORED
 from plpkg.corpora.documents import Document, several
+from plpkg.inputs import IGNORED
 from plpkg.validation import whole_number
 
 

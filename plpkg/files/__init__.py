@@ -1,6 +1,6 @@
 """What reads and writes files: one's own checkpoints, each whole or not at all, and files of strangers."""
 
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 
 __all__ = ["checkpoints", "untrusted"]
 

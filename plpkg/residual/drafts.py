@@ -55,7 +55,7 @@ def _match(ids: Sequence[int], count: int) -> tuple[int, Sequence[int]]:
 
 def counted(counts) -> Draft:
     """:func:`lookup` where the text repeats two tokens; else what most often follows the longest context that
-    :class:`plpkg.counts.Counts` have.
+    :class:`plpkg.ngrams.Counts` have.
 
     The person's own text can be counted as well; then the cloud reads pieces of it in the guesses, right or wrong.
     """
@@ -80,7 +80,7 @@ def counted(counts) -> Draft:
 def public(tokenizer) -> Draft:
     """:func:`counted` for a part of the public text that comes with this package, in a tokenizer's tokens."""
     from plpkg import corpora  # reading it takes half a minute the first time
-    from plpkg.counts import Counts
+    from plpkg.ngrams import Counts
 
     encoded = corpora.encode(corpora.public("train")[::EVERY], tokenizer)
     return counted(Counts(tokens.ids for tokens in encoded))

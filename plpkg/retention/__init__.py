@@ -1,6 +1,6 @@
 """Locret: heads that learn which KV-cache units to keep, and eviction under a fixed budget (arXiv 2410.01805)."""
 
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 from plpkg.retention import quantize, scorers
 from plpkg.retention.bounded import bounded
 from plpkg.retention.head import RetainingHeads

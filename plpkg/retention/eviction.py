@@ -12,11 +12,11 @@ from types import MappingProxyType
 import torch
 from torch import nn
 
+from plpkg.fingerprints import stamp
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import Units, Watch, attention_layers, now, watching
-from plpkg.stamps import stamp
 from plpkg.validation import whole_number
 
 

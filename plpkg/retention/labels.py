@@ -10,10 +10,10 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from plpkg.batch import Ids
-from plpkg.learning import evaluating
+from plpkg.inputs import Ids
 from plpkg.retention.cache import bounded
 from plpkg.retention.watch import Units, Watch, check_ids, watching
+from plpkg.training_loop import evaluating
 from plpkg.validation import one_of, whole_number
 
 

@@ -16,14 +16,14 @@ import torch
 from torch import nn
 from tqdm.auto import tqdm
 
-from plpkg.batch import Ids
 from plpkg.decoding import rope_changes
-from plpkg.learning import evaluating
+from plpkg.inputs import Ids
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, UnitStore
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import Scorer
+from plpkg.training_loop import evaluating
 from plpkg.validation import whole_number
 
 

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from plpkg.backbones import fingerprint
-from plpkg.batch import token_ids
 from plpkg.files import checkpoints
-from plpkg.learning import evaluating, forget_images
+from plpkg.fingerprints import digest, stamp
+from plpkg.inputs import token_ids
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.quantize import quantized
-from plpkg.stamps import digest, stamp
+from plpkg.training_loop import evaluating, forget_images
 
 FILE = "reading.safetensors"
 

@@ -11,8 +11,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from transformers import DynamicCache
 
-from plpkg.learning import evaluating
-from plpkg.stamps import Stamp, stamp
+from plpkg.fingerprints import Stamp, stamp
+from plpkg.training_loop import evaluating
 
 
 class Rotary:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from plpkg.fingerprints import Stamp, stamp
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.watch import Units
-from plpkg.stamps import Stamp, stamp
 from plpkg.validation import number, whole_number
 
 

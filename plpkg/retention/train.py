@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from plpkg import learning
-from plpkg.batch import IGNORED, ids_and_labels, token_ids
+from plpkg import training_loop
+from plpkg.inputs import IGNORED, ids_and_labels, token_ids
 from plpkg.results import Tabular
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import labels_and_states
@@ -140,7 +140,7 @@ def train_heads(
     number("alpha", alpha)
     whole_number("checkpoint_every", checkpoint_every, 1)
     heads.check(model)
-    accelerator = learning.accelerator(cpu=model.device.type == "cpu")
+    accelerator = training_loop.accelerator(cpu=model.device.type == "cpu")
     processes, process = accelerator.num_processes, accelerator.process_index
     if whole_number("examples_per_step", examples_per_step, 1) % processes:
         raise ValueError(f"examples_per_step={examples_per_step} must be a multiple of the processes={processes}")
@@ -149,7 +149,7 @@ def train_heads(
     identity = {"heads": vars(heads.config), "steps": steps, "examples_per_step": examples_per_step, "lr": lr}
     identity |= {"warmup": warmup, "alpha": alpha, "rows": rows}
     folder, main = None if out is None else Path(out), accelerator.is_main_process
-    run = learning.TrainingRun(steps, folder, identity, checkpoint_every=checkpoint_every, writes=main)
+    run = training_loop.TrainingRun(steps, folder, identity, checkpoint_every=checkpoint_every, writes=main)
 
     def gradient(step: int) -> float:
         taken = list(itertools.islice(examples, examples_per_step))
@@ -171,14 +171,14 @@ def train_heads(
         return run.log[-1]["loss"]
 
     def rate(step: int) -> float:
-        return lr * learning.rising_and_falling(step, warmup, steps)
+        return lr * training_loop.rising_and_falling(step, warmup, steps)
 
-    with learning.evaluating(model), _learning(heads):
+    with training_loop.evaluating(model), _learning(heads):
         optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))
         wrapped, optimizer = accelerator.prepare(heads, optimizer)
         run.begin("retaining heads", progress, heads=heads, optimizer=optimizer)
         data = data() if callable(data) else data
-        data = learning.endless("the rows of the batch", _rows(data)) if isinstance(data, Mapping) else data
+        data = training_loop.endless("the rows of the batch", _rows(data)) if isinstance(data, Mapping) else data
         examples = itertools.islice(data, run.done * examples_per_step, None)
         for _, loss in run.learn(gradient, [optimizer], rate):
             run.bar.set_postfix(loss=f"{loss:.3f}", overlap=f"{run.log[-1]['overlap']:.2f}")

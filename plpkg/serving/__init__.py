@@ -3,7 +3,7 @@
 The names a notebook imports; each loads on first use.
 """
 
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 
 PLACES = dict(
     Adapter=".adapters",

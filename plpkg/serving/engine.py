@@ -20,13 +20,13 @@ from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, load_adapter, require_fit, targets
 from plpkg.decoding import longest_text
+from plpkg.fingerprints import stamp
 from plpkg.serving.attention import KeyValues, Row, read
 from plpkg.serving.packing import require_packable
 from plpkg.serving.plan import plan
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running, Scored
 from plpkg.serving.slots import Hooks, Pool, form
-from plpkg.stamps import stamp
 from plpkg.validation import whole_number
 
 

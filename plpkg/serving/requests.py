@@ -7,8 +7,8 @@ from typing import NamedTuple, Protocol
 import torch
 
 from plpkg.adapters import Adapter
-from plpkg.batch import Ids, one_text
 from plpkg.decoding import Text, warpers
+from plpkg.inputs import Ids, one_text
 from plpkg.serving.attention import KeyValues, Row
 from plpkg.validation import number, whole_number
 

@@ -26,10 +26,10 @@ from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter, Factors, base_fingerprint, targets
-from plpkg.batch import IGNORED, ids_and_labels
-from plpkg.learning import endless, frozen, learn, logits_of
+from plpkg.inputs import IGNORED, ids_and_labels
 from plpkg.serving.segments import Segments
 from plpkg.serving.slots import Group, Hooks
+from plpkg.training_loop import endless, frozen, learn, logits_of
 from plpkg.validation import number, shown, whole_number
 
 LOGITS = 2**22
@@ -59,7 +59,7 @@ def train_many(
         another batch.
     batches
         By person, what each step learns from, begun anew when they end: each is ids ``(samples, seq)``, or a dictionary
-        such as ``corpora.batch`` or a Hugging Face collator makes (:func:`plpkg.batch.ids_and_labels`). One of them
+        such as ``corpora.batch`` or a Hugging Face collator makes (:func:`plpkg.inputs.ids_and_labels`). One of them
         instead of several is each step's. The loss is the mean over the person's tokens.
     steps, lr
         Of AdamW without weight decay, whose state is each person's own.

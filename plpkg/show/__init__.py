@@ -3,7 +3,7 @@
 Nothing that computes imports this package; matplotlib and ipywidgets are loaded on first use.
 """
 
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 
 __all__ = ["Explorer", "check_function", "check_number", "compare", "drawing", "exercise", "explorer", "theme"]
 

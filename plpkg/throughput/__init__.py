@@ -4,7 +4,7 @@ The names a notebook imports; ``published``, ``plots``, ``widget`` and ``exercis
 load on first use.
 """
 
-from plpkg.lazy import on_first_use
+from plpkg.imports import on_first_use
 from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
 from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, schemes_against_rtt
 from plpkg.throughput.resources import (

@@ -10,7 +10,7 @@ from plpkg.autonomy.evaluation import evaluate
 from plpkg.autonomy.nets import logits
 from plpkg.autonomy.transfer import transfer
 from plpkg.corpora.examples import IGNORED, Examples, Person
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from tests.autonomy.conftest import VOCAB, images, learner, same, texts, values
 
 from rounding import assert_close

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from plpkg import residual
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.residual import drafts
 
 text = st.lists(st.integers(0, 2), min_size=1, max_size=12)

@@ -11,10 +11,10 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import nn
 
-from plpkg.learning import logits_of
 from plpkg.residual.cut.cloud_part import OwnInEachThread, run_layers
 from plpkg.residual.cut.device_part import DevicePart
 from plpkg.residual.ladder import NORMS, named
+from plpkg.training_loop import logits_of
 
 LAYERS = ("layers", "h")
 """Names of the list of layers in Hugging Face's decoders."""

@@ -15,7 +15,7 @@ import typer
 from typer import Argument, Option
 
 from plpkg import catalog
-from plpkg.lazy import uncollected
+from plpkg.imports import uncollected
 from plpkg.validation import host_and_port
 
 app = typer.Typer()

@@ -24,12 +24,12 @@ from plpkg.corpora import Document, Writer
 from plpkg.corpora.folder import read_utf8
 from plpkg.corpora.tokens import Tokens
 from plpkg.files import checkpoints
-from plpkg.learning import CHECKPOINT, TrainingRun, rising
 from plpkg.residual.wire.connection import RefusedError
 from plpkg.residual.wire.device import DeviceClient
 from plpkg.residual.wire.tensors import pack
 from plpkg.results import Tabular
 from plpkg.scoring import Score, score
+from plpkg.training_loop import CHECKPOINT, TrainingRun, rising
 from plpkg.validation import number, one_of, whole_number
 
 REMEDY = "take another folder and a lower lr"

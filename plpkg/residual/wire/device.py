@@ -21,9 +21,9 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 
-from plpkg.batch import Ids, ids_and_labels, token_ids
 from plpkg.catalog import Link, link as find_link
 from plpkg.decoding import rope_changes
+from plpkg.inputs import Ids, ids_and_labels, token_ids
 from plpkg.residual import drafts
 from plpkg.residual.cut.parts import split
 from plpkg.residual.drafts import Draft
@@ -333,7 +333,7 @@ class DeviceClient:
         ----------
         batch
             Token ids ``(batch, seq)``, ``(ids, labels)``, or a mapping such as ``corpora.batch`` makes:
-            :func:`plpkg.batch.ids_and_labels`.
+            :func:`plpkg.inputs.ids_and_labels`.
         look
             Count what crosses in ``looks``: nothing is learnt from this pass.
 

@@ -19,11 +19,11 @@ from tqdm.auto import tqdm
 
 from plpkg import catalog
 from plpkg.files.checkpoints import replace_file
-from plpkg.learning import learn
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.trials.tasks import VOCAB, Lookup, Pairs, pairs_in_noise
+from plpkg.training_loop import learn
 from plpkg.validation import one_of
 
 

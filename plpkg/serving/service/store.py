@@ -24,7 +24,6 @@ from obstore.store import LocalStore, from_url
 
 from plpkg.adapters import (
     CONFIG,
-    MAX_CONFIG_BYTES,
     WEIGHTS,
     Adapter,
     AdapterLimits,
@@ -33,7 +32,7 @@ from plpkg.adapters import (
     read_adapter,
 )
 from plpkg.files.checkpoints import private_folder
-from plpkg.files.untrusted import header_length
+from plpkg.files.untrusted import MAX_CONFIG_BYTES, header_length
 from plpkg.serving.service.known import DamagedError, Known, StoreError
 from plpkg.serving.service.places import folder_of, prune
 from plpkg.validation import number, whole_number

@@ -11,8 +11,9 @@ from starlette.requests import ClientDisconnect
 from starlette.responses import PlainTextResponse, Response
 
 import plpkg
-from plpkg.adapters import MAX_CONFIG_BYTES, POLICIES, AdapterLimits
+from plpkg.adapters import POLICIES, AdapterLimits
 from plpkg.decoding import longest_text
+from plpkg.files.untrusted import MAX_CONFIG_BYTES
 from plpkg.serving.service.http import bodies
 from plpkg.serving.service.http.accounts import OPERATOR, Keys
 from plpkg.serving.service.http.adapters import Adapters

@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from plpkg.batch import Ids, one_text
 from plpkg.corpora.tokens import Tokens
+from plpkg.inputs import Ids, one_text
 from plpkg.scoring import Score
 from plpkg.validation import number, whole_number
 

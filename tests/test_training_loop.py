@@ -8,7 +8,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module
 from tqdm import tqdm
 
 from plpkg.backbones import random_backbone
-from plpkg.learning import TrainingRun, learn, logits_of, rising, rising_and_falling
+from plpkg.training_loop import TrainingRun, learn, logits_of, rising, rising_and_falling
 
 
 def steps(first=0, total=7):

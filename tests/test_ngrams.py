@@ -9,7 +9,7 @@ from hypothesis import given, strategies as st
 
 from plpkg.backbones import random_backbone
 from plpkg.corpora import Document, encode
-from plpkg.counts import Counts
+from plpkg.ngrams import Counts
 from plpkg.pretraining import train_tokenizer
 from plpkg.scoring import score, token_log_probs
 

@@ -41,7 +41,7 @@ STRUCTURED = re.compile(r"\s|[-*+|>#=]|\d+[.)]\s|\[.?\]|.*[:,;]$|.*(\s\|\s|\t)")
 
 
 @dataclass(frozen=True)
-class Excerpt:
+class Passage:
     """A piece of a file, verbatim.
 
     Attributes
@@ -67,7 +67,7 @@ class Excerpt:
         return f"{self.heading}\n{self.text}"
 
 
-def passages(file: Path, text: str) -> list[Excerpt]:
+def passages(file: Path, text: str) -> list[Passage]:
     """Cut a file: paragraphs, as many together as are shorter than :data:`LONGEST`; in a file of lines, its lines.
 
     Each section has passages of its own. What is longer is cut between lines or sentences, with some overlap.
@@ -76,7 +76,7 @@ def passages(file: Path, text: str) -> list[Excerpt]:
     for heading, blocks in _sections(file, text):
         for begin, end in _packed(text, blocks):
             line = text.count("\n", 0, begin) + 1
-            found.append(Excerpt(file, line, heading, text[begin:end]))
+            found.append(Passage(file, line, heading, text[begin:end]))
     return found
 
 
@@ -212,12 +212,12 @@ def pieces(text: str) -> Iterator[str]:
         yield text[begin:].rstrip()
 
 
-def of_file(root: Path, file: Path) -> list[Excerpt]:
+def of_file(root: Path, file: Path) -> list[Passage]:
     """The passages of a file as it is now; what cannot be read raises OSError or ValueError."""
     return passages(file, read_utf8(root / file, MAX_FILE_BYTES))
 
 
-def read_folder(folder: str | Path) -> tuple[list[Excerpt], dict[Path, str]]:
+def read_folder(folder: str | Path) -> tuple[list[Passage], dict[Path, str]]:
     """The passages of the ``.txt`` and ``.md`` files in a folder and below, and why other files are left out.
 
     Hidden files and folders (``.git``) are passed over, and links are not followed.

@@ -3,7 +3,7 @@ import pytest
 import torch
 from transformers import BatchEncoding, BatchFeature
 
-from plpkg.batch import ids_and_labels, one_text, token_ids
+from plpkg.inputs import ids_and_labels, one_text, token_ids
 
 ROW, ROWS = torch.tensor([3, 1, 2]), torch.tensor([[3, 1, 2], [4, 5, 6]])
 MASK = torch.tensor([[1, 1, 1], [1, 0, 0]])
