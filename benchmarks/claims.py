@@ -553,7 +553,7 @@ def same(row, figure: Figure) -> bool:
 
 def write(rows: pd.DataFrame) -> None:
     """Keep the table with the verdicts that its figures have."""
-    rows = rows.assign(verdict=[claims.judge(row) for row in rows.to_dict("records")])
+    rows = rows.assign(verdict=[claims.verdict_on(row) for row in rows.to_dict("records")])
     for column in ("ours", "low", "high"):
         rows[column] = [("" if number != number else f"{number:.10g}") for number in rows[column]]
     rows.to_csv(FILE, index=False, lineterminator="\n")

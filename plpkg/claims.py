@@ -1,7 +1,7 @@
 """What was claimed elsewhere, and what became of it here: ``data/claims.csv``, a row for each claim.
 
 A row has the claim, its source with the place, the reported figure, what has this project's figure (``from``), that
-figure with its interval of 95 % (none where it is exact, or was measured once), and a verdict, which :func:`judge`
+figure with its interval of 95 % (none where it is exact, or was measured once), and a verdict, which :func:`verdict_on`
 gives by one rule.
 ``benchmarks/claims.py`` computes the figures again. Everything called *reported* is somebody else's.
 """
@@ -90,7 +90,7 @@ def verdicts():
     return counts.reindex(index=list(SYSTEMS), columns=list(VERDICTS), fill_value=0).rename_axis(None, axis=1)
 
 
-def judge(row: Mapping) -> str:
+def verdict_on(row: Mapping) -> str:
     """The verdict on a claim.
 
     * ``how`` is ``none``: not testable here. ``holds_if`` is ``another scale``: not comparable at this scale, whether

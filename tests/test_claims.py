@@ -60,7 +60,7 @@ def test_recorded_figures_are_what_their_rows_give():
 def is_computed(row, name):
     figure = bench.figures(row)
     if bench.TOLERANCE[name]:  # measured here and now: the verdict has to be the same
-        return claims.judge(row | dict(zip(("ours", "low", "high"), figure, strict=True))) == row["verdict"]
+        return claims.verdict_on(row | dict(zip(("ours", "low", "high"), figure, strict=True))) == row["verdict"]
     return bench.same(row, figure)
 
 
@@ -90,7 +90,7 @@ def test_tests_that_are_named_are_there():
 
 def test_verdicts_are_the_rules():
     for row in ROWS:
-        assert row["verdict"] == claims.judge(row), row["id"]
+        assert row["verdict"] == claims.verdict_on(row), row["id"]
 
 
 def test_reported_figures_are_the_published_tables():
@@ -134,15 +134,15 @@ def test_reported_figures_are_the_published_tables():
 )
 def test_the_rule(reported, holds_if, ours, low, high, verdict):
     row = dict(how="recorded", reported=reported, holds_if=holds_if, ours=ours, low=low, high=high)
-    assert claims.judge(row) == verdict
+    assert claims.verdict_on(row) == verdict
 
 
 def test_the_rule_without_figures():
-    assert claims.judge(dict(how="none")) == "not testable here"
-    assert claims.judge(dict(how="tested", holds_if="passes")) == "holds"
-    assert claims.judge(dict(how="tested", holds_if="fails")) == "fails"
+    assert claims.verdict_on(dict(how="none")) == "not testable here"
+    assert claims.verdict_on(dict(how="tested", holds_if="passes")) == "holds"
+    assert claims.verdict_on(dict(how="tested", holds_if="fails")) == "fails"
     with pytest.raises(ValueError, match="no figure, limit or range: 'OOM'"):
-        claims.judge(dict(how="computed", reported="OOM", holds_if="", ours=1, low="", high=""))
+        claims.verdict_on(dict(how="computed", reported="OOM", holds_if="", ours=1, low="", high=""))
 
 
 def copied(monkeypatch, tmp_path, figures=()):

@@ -20,7 +20,7 @@ from plpkg.adapters.file import (
     InvalidAdapterError,
     Module,
     Pair,
-    judge,
+    check_files,
     refusing,
 )
 from plpkg.files import untrusted
@@ -211,12 +211,12 @@ def from_bytes(config: bytes, weights: bytes, base: Base, limits: AdapterLimits)
         weights = bytearray(weights)  # its tensors are views, which torch wants to be writable
     header = weights[: 8 + untrusted.MAX_HEADER_BYTES]
     with refusing():
-        pairs = judge(config, header, len(weights), base, limits)
+        pairs = check_files(config, header, len(weights), base, limits)
         return from_pairs(pairs, config, weights, base)
 
 
 def from_pairs(pairs: dict[str, Pair], config: bytes, weights: bytearray, base: Base) -> Adapter:
-    """The adapter of what :func:`~plpkg.adapters.file.judge` has let pass, once its values are found finite."""
+    """The adapter of what :func:`~plpkg.adapters.file.check_files` has let pass, once its values are found finite."""
     factors = {}
     for path, pair in pairs.items():
         down = untrusted.tensor(weights, pair.down)

@@ -2,7 +2,8 @@
 
 PEFT 0.21 writes ``adapter_config.json``, and ``adapter_model.safetensors`` with the tensors
 ``base_model.model.<module>.lora_A.weight`` (rank, in) and ``base_model.model.<module>.lora_B.weight`` (out, rank).
-:func:`judge` compares them with the base in the order in which they arrive: configuration, header, names, modules.
+:func:`check_files` compares them with the base in the order in which they arrive: the configuration, the header, then
+names and modules.
 """
 
 import contextlib
@@ -98,7 +99,7 @@ class Pair(NamedTuple):
     scale: float
 
 
-def judge(config: bytes, header: bytes, size: int, base: Base, limits: AdapterLimits) -> dict[str, Pair]:
+def check_files(config: bytes, header: bytes, size: int, base: Base, limits: AdapterLimits) -> dict[str, Pair]:
     """Check all that can be checked without the values.
 
     Parameters

@@ -7,7 +7,7 @@ import torch
 
 from plpkg.adapters.adapter import Adapter, from_bytes, from_pairs
 from plpkg.adapters.base import base_of, targets
-from plpkg.adapters.file import CONFIG, POLICIES, WEIGHTS, AdapterLimits, InvalidAdapterError, judge, refusing
+from plpkg.adapters.file import CONFIG, POLICIES, WEIGHTS, AdapterLimits, InvalidAdapterError, check_files, refusing
 from plpkg.files import untrusted
 from plpkg.files.untrusted import MAX_CONFIG_BYTES, shown
 from plpkg.validation import one_of
@@ -39,7 +39,7 @@ def validate_adapter(path: str | Path, model: torch.nn.Module, limits: str | Ada
         if not weights_file.exists() and Path(path, "adapter_model.bin").exists():
             raise ValueError(f"{WEIGHTS} is missing; adapter_model.bin is a pickle, which is never read")
         header, size = untrusted.read_header(weights_file)
-        pairs = judge(config, header, size, base, limits)
+        pairs = check_files(config, header, size, base, limits)
         weights = untrusted.read_file(weights_file, limits.max_bytes)
         if len(weights) != size or weights[: len(header)] != header:
             raise ValueError(f"{WEIGHTS} changed while it was read")
@@ -107,7 +107,7 @@ def inspect(
     base = base_of(model)
     limits = _limits(limits)
     with refusing():
-        judge(config, header, size, base, limits)
+        check_files(config, header, size, base, limits)
 
 
 def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:

@@ -51,10 +51,10 @@ def evaluate(model: nn.Module, examples: Examples) -> Evaluation:
         A loss that is not finite.
     """
     with evaluating(model):
-        return judge(lambda batch: logits(model, batch.x)[batch.y != IGNORED], examples)
+        return evaluate_logits(lambda batch: logits(model, batch.x)[batch.y != IGNORED], examples)
 
 
-def judge(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Examples) -> Evaluation:
+def evaluate_logits(logits_of_labels: Callable[[Examples], torch.Tensor], examples: Examples) -> Evaluation:
     """As :func:`evaluate`, of a function that gives the logits ``(labels, classes)`` of a batch."""
     count = examples.labels
     if not count:

@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 from tqdm.auto import tqdm
 
-from plpkg.autonomy.evaluation import judge
+from plpkg.autonomy.evaluation import evaluate_logits
 from plpkg.autonomy.nets import HeadSplit, logits, plain
 from plpkg.autonomy.personal import Transfer
 from plpkg.autonomy.scope import personal_copy
@@ -331,7 +331,7 @@ class Task:
         validation = self._inputs[1]
         if not validation:
             return
-        judged = judge(self._logits, validation)
+        judged = evaluate_logits(self._logits, validation)
         self.log.append({"step": self.made, "loss": judged.loss, "accuracy": judged.accuracy})
         if self.best_step == self.made:
             self._best = self._copied()

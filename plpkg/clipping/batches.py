@@ -99,6 +99,14 @@ def _says_who(name: object) -> bool:
     return not by_place and name is not None and name == name  # a NaN is not equal to itself
 
 
+class CheckedLosses:
+    """A losses function of this package, which looks at the model and a batch before it is first called."""
+
+    def check(self, model, batch) -> None:
+        """ValueError if it does not compute what it promises for this model."""
+        raise NotImplementedError
+
+
 def check_losses(losses: object, count: int) -> None:
     """One loss an example, or a sentence.
 

@@ -18,7 +18,7 @@ from types import FunctionType, MethodType
 import torch
 from torch._subclasses.fake_tensor import is_fake
 
-from plpkg.clipping.batches import batch_size, check_losses, examples, leaves, numbered
+from plpkg.clipping.batches import CheckedLosses, batch_size, check_losses, examples, leaves, numbered
 from plpkg.clipping.clip import Clip, check_finite, clip_dense, zeros_for
 from plpkg.clipping.dropout import RandomState
 from plpkg.clipping.execution import EXECUTIONS, LOOP, Execution
@@ -152,9 +152,8 @@ class Watched:
             zeros = {name: zeros_for(p) for name, p in self.recorder.parameters.items()}
             nothing = next(iter(zeros.values())).new_zeros(0)
             return zeros, nothing, nothing
-        check_losses_function = getattr(self.losses, "check", None)  # of plpkg.clipping.training.losses
-        if check_losses_function:
-            check_losses_function(self.recorder.model, batch)
+        if isinstance(self.losses, CheckedLosses):
+            self.losses.check(self.recorder.model, batch)
         if self.execution is LOOP:
             return self._loop(batch, count, clip, owners, divisors)
         return self._recorded(batch, count, clip, owners, divisors, look)

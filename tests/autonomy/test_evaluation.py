@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from plpkg.autonomy.evaluation import evaluate, judge
+from plpkg.autonomy.evaluation import evaluate, evaluate_logits
 from plpkg.autonomy.nets import logits
 from plpkg.backbones import FAMILIES
 from plpkg.corpora.examples import IGNORED, Examples
@@ -23,7 +23,7 @@ def test_evaluation_is_the_cross_entropy_of_all_labels(name):
         predicted = logits(model, examples.x).double().flatten(0, -2)  # (samples * seq, classes)
     labels = examples.y.flatten()
     evaluation = evaluate(model, examples)
-    # judge takes the logits in float32: log-softmax sums the classes, and the loss the labels
+    # evaluate_logits takes the logits in float32: log-softmax sums the classes, and the loss the labels
     terms = predicted.shape[1] + examples.labels
     exact = cross_entropy(predicted, labels, ignore_index=IGNORED).item()
     assert evaluation.loss == pytest.approx(exact, rel=relative(terms))
@@ -56,9 +56,9 @@ def test_a_loss_that_is_not_finite_is_no_evaluation():
 def test_a_chunk_without_a_label_counts_nothing_and_no_label_at_all_is_refused():
     y = torch.full((65, 2), IGNORED)
     with pytest.raises(ValueError, match=r"no label to evaluate in Examples\(65 samples of \(2,\), 0 labels\)"):
-        judge(lambda batch: torch.zeros(0, 4), Examples(y, y))
+        evaluate_logits(lambda batch: torch.zeros(0, 4), Examples(y, y))
     y[64, 1] = 3
     certain = torch.tensor([[0.0, 0.0, 0.0, 100.0]])
-    evaluation = judge(lambda batch: certain[: batch.labels], Examples(y, y))
+    evaluation = evaluate_logits(lambda batch: certain[: batch.labels], Examples(y, y))
     assert (evaluation.accuracy, evaluation.labels) == (1.0, 1)
     assert 0 <= evaluation.loss < 1e-40

@@ -313,7 +313,7 @@ def test_an_interrupted_task_ends_like_one_that_was_not(where, at, monkeypatch):
         if where == "update":
             hook = task._optimizer.register_step_post_hook(stop)
         else:
-            patch.setitem(Task.step.__globals__, "judge" if where == "evaluation" else "cross_entropy", stop)
+            patch.setitem(Task.step.__globals__, "evaluate_logits" if where == "evaluation" else "cross_entropy", stop)
         with pytest.raises(KeyboardInterrupt):
             end(task)
     if where == "update":  # half of an update is no state of a task

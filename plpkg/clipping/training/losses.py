@@ -7,12 +7,12 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from plpkg.clipping.batches import examples
+from plpkg.clipping.batches import CheckedLosses, examples
 from plpkg.clipping.dropout import Without, untouched
 from plpkg.clipping.guard.probe import without_gradients
 
 
-class OwnLosses:
+class OwnLosses(CheckedLosses):
     """The loss that a Hugging Face model computes itself from ``labels``, an example at a time.
 
     The model's own is the mean over the labels of all examples, so that an example's weight depends on the others'
@@ -76,7 +76,7 @@ class OwnLosses:
 
 
 @dataclass(frozen=True)
-class Within:
+class Within(CheckedLosses):
     """A losses function that is called within a context: autocast, say."""
 
     losses: Callable
@@ -88,10 +88,9 @@ class Within:
 
     def check(self, model: nn.Module, batch) -> None:
         """As the losses function would."""
-        check = getattr(self.losses, "check", None)
-        if check:
+        if isinstance(self.losses, CheckedLosses):
             with self.context():
-                check(model, batch)
+                self.losses.check(model, batch)
 
 
 def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ from plpkg.residual.drafts import Draft
 from plpkg.residual.wire import writing
 from plpkg.residual.wire.connection import Wire
 from plpkg.residual.wire.messages import Counter
-from plpkg.residual.wire.reading import Reading
+from plpkg.residual.wire.reading import PromptReading
 from plpkg.residual.wire.remote_layers import RemoteLayers
 from plpkg.residual.wire.terms import terms
 from plpkg.residual.wire.training_step import Learner
@@ -224,7 +224,7 @@ class DeviceClient:
             raise ValueError(f"draft={draft!r} is for one sequence, got {len(ids)}: they would not keep pace")
         self._require_finite()
         text = Writing(ids, max_new_tokens, ends, stops, guess, self.part.embedding.num_embeddings, generator, **choice)
-        reading = Reading(self._layers, writing.reads_anew_beyond(self._model), chunk_size)
+        reading = PromptReading(self._layers, writing.reads_anew_beyond(self._model), chunk_size)
         self.connect()  # it says how long a text may be
         if draft is not None and self.wire.forgets:
             raise ValueError(f"draft={draft!r}: the cloud's cache is bounded, and cannot take guesses back")
@@ -258,7 +258,7 @@ class DeviceClient:
         """
         ids = self._checked(input_ids)
         with self._alone():
-            return Reading(self._layers).next_logits(ids, every=True)
+            return PromptReading(self._layers).next_logits(ids, every=True)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:

@@ -8,7 +8,7 @@ from plpkg.residual.cut.device_part import DeviceCache
 from plpkg.residual.wire.remote_layers import RemoteLayers
 
 
-class Reading:
+class PromptReading:
     """Reads what the cloud has not read yet: all of the text, where the stream has broken.
 
     Parameters
