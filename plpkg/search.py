@@ -191,9 +191,9 @@ class Search:
     """
 
     def __init__(self, folder: str | Path, embed: Embedder | None = None, *, progress: bool = True) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).expanduser()
         self._progress = progress
-        self.passages, self.skipped = read_folder(folder)
+        self.passages, self.skipped = read_folder(self.folder)
         self._embed = embed or Embedder()
         self._vectors = Vectors(self.folder)
         self._indexed: list[Passage] | None = None

@@ -20,6 +20,7 @@ LATER = "the cloud that answers"
 FILE = "who gets the file"
 ASKING = "who may ask it"
 ATTACKS = ("difference", "ratio", "end", "start")
+WITH_SHADOWS = ("LiRA, difference", "LiRA, end", "RMIA")
 ONLOOKERS = (TRAINING, LATER, FILE, ASKING)
 
 
@@ -54,7 +55,7 @@ LEARNT = "a guess at which notes it has learnt"
 
 def _served(recorded: str, file: str, answers: str) -> Design:
     """An adapter that was learnt at home, and is served beside a model in a cloud."""
-    received = {LATER: ("questions", answers, file), FILE: (file,), ASKING: (answers,)}
+    received = {LATER: ("questions", answers, file), FILE: (file, answers), ASKING: (answers,)}
     return Design("notes,\nlearning", "a model,\nyour adapter", f"{file}, questions", "answers", received, recorded)
 
 
@@ -111,13 +112,15 @@ class Attack:
 class Attacks:
     """All attacks on a design's file, the worst first.
 
-    ``bound`` is the mean AUC that ε allows, without ε 1; ``shadows`` the AUC of one person's notes by somebody who has
-    learnt eight adapters to compare with, None where that was not tried.
+    ``bound`` is the mean AUC that ε allows, without ε 1. ``shadows`` is the best AUC of one person's notes by somebody
+    who has learnt eight adapters to compare with, and ``without_shadows`` the best of ``attacks`` for the same person;
+    both are None where no shadows were tried.
     """
 
     attacks: tuple[Attack, ...]
     bound: float
     shadows: float | None
+    without_shadows: float | None
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,9 @@ def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
     """
     measured = catalog.measured("assistant")
     measured = measured[measured["model"] == model]
-    shadows = measured[(measured["design"] == recorded) & (measured["attack"] == "LiRA, difference")]["auc"]
+    of_design = measured[measured["design"] == recorded]
+    shadows = of_design[of_design["attack"].isin(WITH_SHADOWS)]
+    same_person = of_design[of_design["attack"].isin(ATTACKS) & of_design["person"].isin(shadows["person"])]
     rows = measured[measured["attack"].isin(ATTACKS)]
     one_of("recorded", recorded, tuple(rows["design"].unique()))
     found = []
@@ -166,7 +171,9 @@ def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
     bounds = _asked(recorded, model)["bound"].dropna()
     worst_first = tuple(sorted(found, key=lambda each: -each.auc))
     bound = float(bounds.iloc[0]) if len(bounds) else 1.0
-    return Attacks(worst_first, bound, float(shadows.iloc[0]) if len(shadows) else None)
+    if shadows.empty:
+        return Attacks(worst_first, bound, None, None)
+    return Attacks(worst_first, bound, float(shadows["auc"].max()), float(same_person["auc"].max()))
 
 
 def _asked(recorded: str, model: str):
@@ -209,7 +216,10 @@ def read_out(view: View) -> str:
             f"(by chance {worst.by_chance:.0f})"
         )
         if view.attacks.shadows is not None:
-            said += f". With eight adapters to compare with, of one person: {100 * view.attacks.shadows:.0f} %"
+            said += (
+                f". With eight adapters to compare with, for one person: {100 * view.attacks.shadows:.0f} %, and "
+                f"{100 * view.attacks.without_shadows:.0f} without them"
+            )
         if view.attacks.bound < 1:
             said += f". In the mean of trainings ε allows at most {100 * view.attacks.bound:.0f} %"
     return said + "."
@@ -278,5 +288,5 @@ def explorer():
         "design": ipywidgets.SelectionSlider(description="design", options=list(DESIGNS), value="adapter, served"),
         "onlooker": ipywidgets.SelectionSlider(description="onlooker", options=ONLOOKERS, value=FILE),
     }
-    question = "In which designs does nobody else learn a note, and what can the assistant then answer?"
+    question = "Which designs give a note to nobody but those whom you let ask? And what do they answer?"
     return Explorer(controls, compute, read_out, draw, question)
