@@ -24,7 +24,7 @@ KILLS = 20
 START = """
 import functools, json, os, signal, sys
 import torch
-from plpkg import checkpoints
+from plpkg.files import checkpoints
 
 folder, first, where, fatal = json.loads(sys.argv[1])
 torch.set_num_threads(1)

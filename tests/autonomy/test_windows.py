@@ -37,7 +37,7 @@ PRIVATE = functools.partial(make_private, noise_multiplier=1.0, max_grad_norm=1.
 SCRIPT = """
 import json, os, signal, sys
 import torch
-from plpkg import checkpoints
+from plpkg.files import checkpoints
 from plpkg.autonomy.transfer import Task
 from plpkg.autonomy.windows import learn_in_windows
 
