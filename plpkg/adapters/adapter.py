@@ -39,7 +39,7 @@ class Factors:
 
 @dataclass(frozen=True, eq=False)
 class Adapter:
-    """A checked adapter: :func:`~plpkg.adapters.validate_adapter` reads one, :meth:`of` makes one.
+    """A checked adapter: :func:`~plpkg.adapters.reading.validate_adapter` reads one, :meth:`of` makes one.
 
     Attributes
     ----------

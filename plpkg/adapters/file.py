@@ -20,7 +20,11 @@ from plpkg.files import untrusted
 from plpkg.files.untrusted import MAX_CONFIG_BYTES, Entry, shown
 
 CONFIG = "adapter_config.json"
+"""The file with an adapter's settings."""
+
 WEIGHTS = "adapter_model.safetensors"
+"""The file with its tensors."""
+
 WRAPPED = "base_model.model."
 """How PEFT begins the names in a file."""
 
@@ -57,6 +61,7 @@ POLICIES = {
     "workers_ai_launch": AdapterLimits(8, 100 * 10**6 - 1, ("mistral", "gemma", "llama")),
     "workers_ai_today": AdapterLimits(32, 300 * 10**6 - 1, ("mistral", "gemma", "llama")),
 }
+"""Limits that services are known to have, by name."""
 
 
 class Module(NamedTuple):

@@ -89,7 +89,7 @@ class Tiers:
     Parameters
     ----------
     limits
-        As of :func:`~plpkg.adapters.validate_adapter`.
+        As of :func:`~plpkg.adapters.reading.validate_adapter`.
     host_bytes
         Of adapters in memory: less where there is little.
     shared

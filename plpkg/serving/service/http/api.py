@@ -52,7 +52,7 @@ def app(
     keys
         Who may do what; without, every program on this machine is the account ``local``.
     limits
-        Of adapters, as of :func:`~plpkg.adapters.validate_adapter`.
+        Of adapters, as of :func:`~plpkg.adapters.reading.validate_adapter`.
     origins
         Of pages that browsers let in (CORS), as ``https://chat.example.org``; ``*`` lets all in who have a key.
     max_model_len
