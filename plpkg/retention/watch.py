@@ -66,7 +66,7 @@ class Units:
     module
         The attention module.
     inputs
-        The arguments of its call, by name: ``hidden_states`` ``(batch, n, hidden)``, ``position_embeddings`` and others.
+        Its arguments, by name: ``hidden_states`` ``(batch, n, hidden)``, ``position_embeddings`` and others.
     """
 
     layer: int
