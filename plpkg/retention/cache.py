@@ -221,7 +221,7 @@ class EvictingLayer(CacheLayerMixin):
 
     def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
         """Hold what :meth:`tensors` gave, of ``seen`` tokens."""
-        self.store.restore(_under("store.", tensors))
+        self.store.restore(under("store.", tensors))
         self.lazy_initialization(*self.store.read())
         self.positions = tensors["positions"]
         self.scores = tensors.get("scores")
@@ -236,7 +236,7 @@ class EvictingLayer(CacheLayerMixin):
             self.scores = function(self.scores)
 
 
-def _under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The tensors whose names begin with a prefix, by their names without it."""
     return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
@@ -464,7 +464,7 @@ class EvictingCache(Cache):
     def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
         """Hold what :meth:`tensors` gave, of ``seen`` tokens."""
         for i, layer in enumerate(self.layers):
-            own = _under(f"{i}.", tensors)
+            own = under(f"{i}.", tensors)
             if isinstance(layer, EvictingLayer):
                 layer.restore(own, seen)
             else:
