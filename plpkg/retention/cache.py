@@ -13,8 +13,8 @@ frequencies with the length (LongRoPE, dynamic NTK), chunks differ from the whol
 In half precision ``ReassignedPositions`` keeps what was projected, where a prefill shows it, and rounds keys once at
 each reading; elsewhere (a norm between projection and rotation, tokens that nobody watches) it undoes the rotation.
 
-Those who do not know how a cache is bounded use of it: transformers' ``Cache`` (``update``, ``get_seq_length``, the
-position of the next token, ``get_mask_sizes``, rows that are repeated), ``kept`` and ``seen``, and
+A bounded cache offers those who do not know how it is bounded: transformers' ``Cache`` (``update``, ``get_seq_length``,
+the position of the next token, ``get_mask_sizes``, rows that are repeated), ``kept`` and ``seen``, and
 :meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`, between which it is lent.
 
 Left out: beams, guessed tokens, linear-attention layers.
@@ -110,7 +110,7 @@ def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
 
 
 NOTHING_BACK = "this cache takes no tokens back"
-"""How the refusals of whatever would take tokens back begin."""
+"""The beginning of every refusal to take tokens back."""
 
 
 class EvictingLayer(CacheLayerMixin):

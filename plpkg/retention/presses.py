@@ -33,10 +33,8 @@ class Press(Scorer):
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
         hidden_states = units.inputs["hidden_states"]
-        attentions = None  # the presses that need them are not taken
-        scores = self.press.score(
-            units.module, hidden_states, units.keys, units.values, attentions, units.inputs
-        )  # (batch, num_kv_heads, kept + n)
+        attentions = None  # not computed yet: units are shown before
+        scores = self.press.score(units.module, hidden_states, units.keys, units.values, attentions, units.inputs)
         return scores.float()
 
 

@@ -7,7 +7,7 @@ Numbers are rounded within groups to ``2^bits`` steps between the group's least 
   large everywhere (KIVI, arXiv 2402.02750). A cut tears groups apart: what is kept is unpacked, gathered and rounded
   again, as Locret's code does with transformers' quantised cache. Units that do not fill a group stay as they are.
 
-What attention reads are floats again, of one layer at a time. Left out: kernels that compute on packed numbers.
+Attention reads floats again, of one layer at a time. Left out: kernels that compute on packed numbers.
 transformers' ``QuantizedCache`` (backend quanto) knows no eviction; a test and a benchmark compare the two without.
 """
 

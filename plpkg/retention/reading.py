@@ -145,7 +145,7 @@ class PrefillResult:
         return answer
 
     def score(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """How likely a given continuation is; what was read stays as it was.
+        """The likelihood of a given continuation; what was read stays as it was.
 
         Parameters
         ----------

@@ -192,11 +192,7 @@ def train_heads(
         optimizer = torch.optim.AdamW(heads.parameters(), lr=lr, betas=(0.9, 0.95))  # betas as published
         wrapped, optimizer = accelerator.prepare(heads, optimizer)
         run.begin("retaining heads", progress, heads=heads, optimizer=optimizer)
-        if callable(data):
-            data = data()
-        if isinstance(data, Mapping):
-            data = training_loop.endless("the rows of the batch", _rows(data))
-        examples = itertools.islice(data, run.done * examples_per_step, None)
+        examples = itertools.islice(_examples(data), run.done * examples_per_step, None)  # without those used already
         for _, loss in run.learn(gradient, [optimizer], rate):
             run.bar.set_postfix(loss=f"{loss:.3f}", overlap=f"{run.log[-1]['overlap']:.2f}")
     if folder and main:
@@ -217,6 +213,15 @@ def _learning(heads: RetainingHeads) -> Iterator[None]:
         heads.to(precision)
         for parameter in frozen:
             parameter.requires_grad_(False)
+
+
+def _examples(data: Iterable[Example] | Callable[[], Iterable[Example]] | Mapping) -> Iterable[Example]:
+    """The examples of what :func:`train_heads` was given: a batch's rows, again and again, or those of a data set."""
+    if callable(data):
+        data = data()
+    if isinstance(data, Mapping):
+        return training_loop.endless("the rows of the batch", _rows(data))
+    return data
 
 
 def _rows(batch: Mapping) -> list[Example]:

@@ -285,7 +285,7 @@ def check_ids(model: nn.Module, ids: Ids, before: int = 0) -> torch.Tensor:
 
 
 def _learnt_positions(table: nn.Embedding) -> int:
-    """How many positions a table has for tokens, without its first rows, which some families leave unused."""
+    """The number of positions that a table has for tokens: some families leave its first rows unused."""
     if hasattr(table, "offset"):
         return table.num_embeddings - table.offset
     if table.padding_idx is not None:  # RoBERTa's begin behind the padding's row
@@ -380,10 +380,10 @@ def now() -> Watch | None:
 
 _LOCK = threading.Lock()
 _WATCHED = WeakKeyDictionary()
-"""How many watch each model, whose attention is wrapped until the last of them has gone."""
+"""The number of those who watch each model, whose attention is wrapped until the last of them has gone."""
 
 PREFIX = "plpkg_watched_"
-"""Put before the name of a model's attention function: the name of the one that wraps it."""
+"""The wrapper of an attention function has that function's name, behind this prefix."""
 
 
 @contextmanager
