@@ -35,7 +35,8 @@ class BoundedCache(EvictingCache):
 
         A pass that breaks off can be taken back by giving every layer the attributes that it had before.
         """
-        eviction, ids = self._eviction, torch.zeros(batch, seq, dtype=torch.long)  # of which nobody asks but the size
+        eviction = self._eviction
+        ids = torch.zeros(batch, seq, dtype=torch.long)  # nobody asks for more of them than their shape
         if not self.seen:
             eviction.scorer = eviction.scorer.started(ids, eviction.budget)
         for layer in self.evicting.values():
@@ -45,7 +46,7 @@ class BoundedCache(EvictingCache):
 
 
 def bounded(model: nn.Module, scorer: Scorer, budget: int) -> Callable[[nn.Module], BoundedCache]:
-    """What makes bounded caches for a model's decoder layers: ``CloudServer(model, cache=bounded(model, …))``.
+    """A maker of bounded caches for a model's decoder layers: ``CloudServer(model, cache=bounded(model, …))``.
 
     Parameters
     ----------
@@ -78,7 +79,8 @@ def bounded(model: nn.Module, scorer: Scorer, budget: int) -> Callable[[nn.Modul
     layers = len(watch.attention_layers(model))
 
     def make(decoder: nn.Module) -> BoundedCache:
-        if (given := len(watch.attention_layers(decoder))) != layers:
+        given = len(watch.attention_layers(decoder))
+        if given != layers:
             raise ValueError(f"a bounded cache is for all {layers} layers of the model, and here are {given}")
         return BoundedCache(decoder, scorer, budget)
 

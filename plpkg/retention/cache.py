@@ -13,9 +13,9 @@ frequencies with the length (LongRoPE, dynamic NTK), chunks differ from the whol
 In half precision ``ReassignedPositions`` keeps what was projected, where a prefill shows it, and rounds keys once at
 each reading; elsewhere (a norm between projection and rotation, tokens that nobody watches) it undoes the rotation.
 
-What a bounded cache offers to those who do not know how it is bounded: transformers' ``Cache`` (``update``,
-``get_seq_length``, the position of the next token, ``get_mask_sizes``, rows that are repeated), ``kept`` and ``seen``,
-and :meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`, between which it is lent.
+A bounded cache offers those who do not know how it is bounded: transformers' ``Cache`` (``update``, ``get_seq_length``,
+the position of the next token, ``get_mask_sizes``, rows that are repeated), ``kept`` and ``seen``, and
+:meth:`~EvictingCache.mark` and :meth:`~EvictingCache.rewind`, between which it is lent.
 
 Left out: beams, guessed tokens, linear-attention layers.
 """
@@ -37,11 +37,11 @@ EXACT = (torch.float32, torch.float64)
 
 
 class UnitStore:
-    """Where a layer's keys and values are: two tensors. :mod:`plpkg.retention.quantize` has another kind."""
+    """A layer's keys and values, as two tensors. :mod:`plpkg.retention.quantize` has another kind."""
 
     def __init__(self) -> None:
         self.keys: torch.Tensor | None = None  # (batch, num_kv_heads, kept, head_dim)
-        self.values: torch.Tensor | None = None
+        self.values: torch.Tensor | None = None  # (batch, num_kv_heads, kept, value_dim)
 
     def __len__(self) -> int:
         return 0 if self.keys is None else self.keys.shape[-2]
@@ -53,25 +53,31 @@ class UnitStore:
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add units at the end."""
-        self.keys = keys if self.keys is None else torch.cat([self.keys, keys], dim=-2)
-        self.values = values if self.values is None else torch.cat([self.values, values], dim=-2)
+        if self.keys is None:
+            self.keys = keys
+            self.values = values
+        else:
+            self.keys = torch.cat([self.keys, keys], dim=-2)
+            self.values = torch.cat([self.values, values], dim=-2)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values."""
         return self.keys, self.values
 
     def keep(self, indices: torch.Tensor) -> None:
-        """Forget all units but ``(batch, num_kv_heads, kept)``."""
-        self.keys, self.values = gather(self.keys, indices), gather(self.values, indices)
+        """Forget all units but those of these indices ``(batch, num_kv_heads, kept)``."""
+        self.keys = gather(self.keys, indices)
+        self.values = gather(self.values, indices)
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``function`` to every tensor: its first dimension is the batch."""
         if self.keys is not None:
-            self.keys, self.values = function(self.keys), function(self.values)
+            self.keys = function(self.keys)
+            self.values = function(self.values)
 
     @property
     def kind(self) -> dict | None:
-        """What makes another of its kind, for :func:`plpkg.retention.load`; ``None`` for two tensors."""
+        """Arguments that make another of its kind, for :func:`plpkg.retention.load`; ``None`` for two tensors."""
         if type(self) is not UnitStore:
             raise ValueError(f"a {type(self).__name__} does not say what makes another: it cannot be saved")
         return None
@@ -82,10 +88,11 @@ class UnitStore:
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
         """Hold what :meth:`tensors` gave."""
-        self.keys, self.values = tensors["keys"], tensors["values"]
+        self.keys = tensors["keys"]
+        self.values = tensors["values"]
 
     def mark(self) -> object:
-        """What :meth:`rewind` needs to forget the units that come after now."""
+        """The state that :meth:`rewind` needs to forget the units that come after now."""
         return len(self)
 
     def rewind(self, mark: object, repeats: int = 1) -> None:
@@ -96,12 +103,14 @@ class UnitStore:
 def gather(states: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Select the units ``(batch, heads, kept)`` of states ``(batch, heads, n, width)``."""
     batch, heads, n, width = states.shape
-    first = torch.arange(0, batch * heads * n, n, device=states.device).view(batch, heads, 1)
-    rows = states.reshape(-1, width).index_select(0, (first + indices).flatten())  # whole rows, unlike Tensor.gather
-    return rows.view(batch, heads, -1, width)
+    first_rows = torch.arange(0, batch * heads * n, n, device=states.device).view(batch, heads, 1)  # of each head
+    rows = (first_rows + indices).flatten()
+    selected = states.reshape(-1, width).index_select(0, rows)  # moves whole rows, unlike Tensor.gather
+    return selected.view(batch, heads, -1, width)
 
 
 NOTHING_BACK = "this cache takes no tokens back"
+"""The beginning of every refusal to take tokens back."""
 
 
 class EvictingLayer(CacheLayerMixin):
@@ -131,7 +140,8 @@ class EvictingLayer(CacheLayerMixin):
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads = key_states.shape[:2]
-        self.dtype, self.device = key_states.dtype, key_states.device
+        self.dtype = key_states.dtype
+        self.device = key_states.device
         self.positions = torch.empty(batch, heads, 0, dtype=torch.int32, device=self.device)
         self.is_initialized = True
 
@@ -139,14 +149,14 @@ class EvictingLayer(CacheLayerMixin):
         """Add new units (keys rotated) and return all, rotated: ``(batch, num_kv_heads, kept + n, head_dim)``."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        n = key_states.shape[-2]
-        if len(key_states) != len(self.positions):
+        batch, heads, n, _ = key_states.shape
+        if batch != len(self.positions):
             raise ValueError(
-                f"this cache is for a batch of {len(self.positions)}, got {len(key_states)} sequences: there are no "
+                f"this cache is for a batch of {len(self.positions)}, got {batch} sequences: there are no "
                 "beams, and for several answers to one question ask it in several rows"
             )
         new = torch.arange(self.seen, self.seen + n, dtype=torch.int32, device=self.device)
-        self.positions = torch.cat([self.positions, new.expand(*key_states.shape[:2], n)], dim=-1)
+        self.positions = torch.cat([self.positions, new.expand(batch, heads, n)], dim=-1)
         self.seen += n
         return self._update(key_states, value_states)
 
@@ -177,7 +187,10 @@ class EvictingLayer(CacheLayerMixin):
 
     def reset(self) -> None:
         self.store = self._make_store()
-        self.seen, self.positions, self.scores, self.is_initialized = 0, None, None, False
+        self.seen = 0
+        self.positions = None
+        self.scores = None
+        self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
         if tokens_to_remove:
@@ -187,33 +200,45 @@ class EvictingLayer(CacheLayerMixin):
         self._change(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
 
     def mark(self) -> tuple:
-        """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
+        """The state that :meth:`rewind` needs to forget the units that come after now, if none is evicted till then."""
         return self.seen, self.positions.shape, self.store.mark()
 
     def rewind(self, mark: tuple) -> None:
-        """Forget what came after ``mark``."""
+        """Forget what came after ``mark``, the copies as well if the batch was repeated since."""
         self.seen, (batch, _, kept), in_store = mark
         repeats = len(self.positions) // batch
         self.store.rewind(in_store, repeats)
         self.positions = self.positions[::repeats, :, :kept].clone()
-        self.scores = None if self.scores is None else self.scores[::repeats, :, :kept].clone()
+        if self.scores is not None:
+            self.scores = self.scores[::repeats, :, :kept].clone()
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """All that it holds, by name."""
-        own = {"positions": self.positions} | ({} if self.scores is None else {"scores": self.scores})
-        return own | {f"store.{name}": tensor for name, tensor in self.store.tensors().items()}
+        held = {"positions": self.positions}
+        if self.scores is not None:
+            held["scores"] = self.scores
+        return held | {f"store.{name}": tensor for name, tensor in self.store.tensors().items()}
 
     def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
         """Hold what :meth:`tensors` gave, of ``seen`` tokens."""
-        self.store.restore({name[6:]: tensor for name, tensor in tensors.items() if name.startswith("store.")})
+        self.store.restore(under("store.", tensors))
         self.lazy_initialization(*self.store.read())
-        self.positions, self.scores, self.seen = tensors["positions"], tensors.get("scores"), seen
+        self.positions = tensors["positions"]
+        self.scores = tensors.get("scores")
+        self.seen = seen
 
     def _change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.is_initialized:
-            self.store.change(function)
-            self.positions = function(self.positions)
-            self.scores = None if self.scores is None else function(self.scores)
+        if not self.is_initialized:
+            return
+        self.store.change(function)
+        self.positions = function(self.positions)
+        if self.scores is not None:
+            self.scores = function(self.scores)
+
+
+def under(prefix: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors whose names begin with a prefix, by their names without it."""
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 class OriginalPositions(EvictingLayer):
@@ -255,11 +280,12 @@ class ReassignedPositions(EvictingLayer):
         self._rotated = False
 
     def _before_rotation(self, keys: torch.Tensor) -> torch.Tensor:
-        """What the projection gave, if rotating it gives these very keys, or else the keys turned back."""
+        """The projection's own output, if rotating it gives these very keys, or else the keys turned back."""
         if self.rotary is None:
             return keys
         start = len(self.store)
-        if self.projected is not None and keys.dtype not in EXACT and not isinstance(keys, FakeTensor):
+        loses_digits = keys.dtype not in EXACT and not isinstance(keys, FakeTensor)  # if the keys are turned back
+        if loses_digits and self.projected is not None:
             raw = self.projected()
             if self._projects is None:  # it holds for all chunks or for none
                 self._projects = raw.shape == keys.shape and torch.equal(self.rotary.apply(raw, start), keys)
@@ -280,24 +306,32 @@ class ReassignedPositions(EvictingLayer):
 
         Not in half precision, where turning them back would lose digits, and not if they are packed.
         """
-        steady = self.rotary is not None and self.rotary.steady
-        if steady and type(self.store) is UnitStore and self.dtype in EXACT and not self._rotated:
-            self.store.keys, self._rotated = self.rotary.apply(self.store.keys), True
+        if self._rotated or self.rotary is None or not self.rotary.steady:
+            return
+        if type(self.store) is UnitStore and self.dtype in EXACT:
+            self.store.keys = self.rotary.apply(self.store.keys)
+            self._rotated = True
 
     def _turn_back(self) -> None:
         if self._rotated:
-            self.store.keys, self._rotated = self.rotary.undo(self.store.keys), False
+            self.store.keys = self.rotary.undo(self.store.keys)
+            self._rotated = False
 
     def read(self):
         keys, values = self.store.read()
-        return keys if self.rotary is None or self._rotated else self.rotary.apply(keys), values
+        if self.rotary is None or self._rotated:
+            return keys, values
+        return self.rotary.apply(keys), values
 
     def keep(self, indices: torch.Tensor) -> None:
         self._turn_back()
         super().keep(indices)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        return super().tensors() | ({"rotated": torch.tensor(True)} if self._rotated else {})
+        held = super().tensors()
+        if self._rotated:
+            held["rotated"] = torch.tensor(True)
+        return held
 
     def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
         super().restore(tensors, seen)
@@ -321,8 +355,13 @@ def bounded(layer: object, config: PreTrainedConfig) -> bool:
 
     Phi-3-mini-128k's is twice as long as the model can read: it bounds nothing.
     """
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
-    return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window < longest
+    longest_text = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
+    return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window < longest_text
+
+
+def _tokens_seen(layer: CacheLayerMixin) -> int:
+    """The tokens that were ever added to a layer: an evicting one, or transformers' own with a sliding window."""
+    return layer.seen if isinstance(layer, EvictingLayer) else layer.cumulative_length
 
 
 class EvictingCache(Cache):
@@ -333,7 +372,8 @@ class EvictingCache(Cache):
     model
         The causal language model that it serves.
     positions
-        ``"reassigned"`` or ``"original"``: all layers are of the class of that name.
+        ``"reassigned"``, as Locret and StreamingLLM have it, or ``"original"``: all layers are of the class of that
+        name.
     store
         Makes each layer's store.
 
@@ -342,7 +382,7 @@ class EvictingCache(Cache):
     evicting
         The layers that evict, by number.
     beside
-        What else belongs to the batch's rows, first dimension the batch: it is repeated with them.
+        Other tensors that belong to the batch's rows, first dimension the batch: they are repeated with them.
 
     Raises
     ------
@@ -355,7 +395,8 @@ class EvictingCache(Cache):
     ) -> None:
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
-        name, plain = type(model).__name__, DynamicCache(config=model.config).layers
+        name = type(model).__name__
+        plain = DynamicCache(config=model.config).layers
         windows = {i: layer for i, layer in enumerate(plain) if bounded(layer, model.config)}
         for i, layer in enumerate(plain):
             if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
@@ -366,7 +407,8 @@ class EvictingCache(Cache):
             layers = [layer if i in windows else OriginalPositions(store) for i, layer in enumerate(plain)]
         else:
             rotary = Rotary(model)
-            for i, layer in windows.items():
+            if windows:
+                i, layer = next(iter(windows.items()))
                 raise ValueError(
                     f"layer {i} of {name} has a sliding window of {layer.sliding_window} tokens, which needs the "
                     "original distances: take positions='original', and the other layers will evict"
@@ -375,7 +417,7 @@ class EvictingCache(Cache):
         super().__init__(layers=layers)
         self.evicting = {i: layer for i, layer in enumerate(layers) if isinstance(layer, EvictingLayer)}
         self.beside: dict[str, torch.Tensor] = {}
-        self._expected: int | None = None
+        self._expected: int | None = None  # the length that `generate` may go on from
 
     @property
     def num_bytes(self) -> int:
@@ -392,7 +434,7 @@ class EvictingCache(Cache):
         self.beside = {name: tensor.repeat_interleave(repeats, dim=0) for name, tensor in self.beside.items()}
 
     def activate_past_recording(self) -> None:
-        """What ``generate`` calls before it guesses tokens, which it takes back where they are wrong."""
+        """Refuse: ``generate`` calls this before it guesses tokens, which it takes back where they are wrong."""
         raise ValueError(
             f"{NOTHING_BACK}: generate without prompt_lookup_num_tokens, an assistant_model or other guesses"
         )
@@ -422,12 +464,14 @@ class EvictingCache(Cache):
     def restore(self, tensors: dict[str, torch.Tensor], seen: int) -> None:
         """Hold what :meth:`tensors` gave, of ``seen`` tokens."""
         for i, layer in enumerate(self.layers):
-            own = {name.partition(".")[2]: t for name, t in tensors.items() if name.partition(".")[0] == str(i)}
+            own = under(f"{i}.", tensors)
             if isinstance(layer, EvictingLayer):
                 layer.restore(own, seen)
             else:
                 layer.lazy_initialization(own["keys"], own["values"])
-                layer.keys, layer.values, layer.cumulative_length = own["keys"], own["values"], seen
+                layer.keys = own["keys"]
+                layer.values = own["values"]
+                layer.cumulative_length = seen
 
     def settle(self) -> None:
         """Rotate what waits unrotated, once: tokens will come, and no cut for a while."""
@@ -438,7 +482,7 @@ class EvictingCache(Cache):
     @property
     def seen(self) -> int:
         """Tokens that were read; ValueError if a forward pass broke off between two layers, of which one has more."""
-        counts = {layer.seen if isinstance(layer, EvictingLayer) else layer.cumulative_length for layer in self.layers}
+        counts = {_tokens_seen(layer) for layer in self.layers}
         if len(counts) > 1:
             raise ValueError(
                 f"a forward pass broke off: some layers of this cache have {min(counts)} tokens and others "
@@ -447,12 +491,13 @@ class EvictingCache(Cache):
         return counts.pop()
 
     def mark(self) -> tuple[list[tuple], dict[str, torch.Tensor]]:
-        """What :meth:`rewind` needs to forget the units that come after now, if none is evicted until then."""
-        sliding = ("keys", "values", "cumulative_length")  # new tensors come with each token
-        layers = [
-            layer.mark() if isinstance(layer, EvictingLayer) else tuple(getattr(layer, name) for name in sliding)
-            for layer in self.layers
-        ]
+        """The state that :meth:`rewind` needs to forget the units that come after now, if none is evicted till then."""
+        layers = []
+        for layer in self.layers:
+            if isinstance(layer, EvictingLayer):
+                layers.append(layer.mark())
+            else:  # a sliding window has new tensors after each token: these stay as they are
+                layers.append((layer.keys, layer.values, layer.cumulative_length))
         return layers, self.beside
 
     def rewind(self, mark: tuple[list[tuple], dict[str, torch.Tensor]]) -> None:
@@ -467,7 +512,8 @@ class EvictingCache(Cache):
 
     def expect_generate(self) -> None:
         """Let ``generate`` go on from here, once: what it is given was made for this length."""
-        self._expected = self.get_seq_length() if self.seen else 0  # `seen` checks that all layers agree
+        seen = self.seen  # which checks that all layers agree
+        self._expected = self.get_seq_length() if seen else 0
 
     @property
     def _is_user_defined(self) -> bool:
@@ -476,7 +522,8 @@ class EvictingCache(Cache):
     @_is_user_defined.setter
     def _is_user_defined(self, value: bool) -> None:
         """transformers sets this where ``generate`` begins: unchecked, it would skip as many ids as are kept."""
-        expected, self._expected = self._expected, None
+        expected = self._expected
+        self._expected = None
         length = self.get_seq_length()
         if length and expected != length:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""A scorer at work on a cache: what it is shown of each forward pass, each cut, and the log of both."""
+"""A scorer at work on a cache: the forward passes that it is shown, each cut, and the log of both."""
 
 import copy
 import itertools
@@ -89,7 +89,8 @@ def keep_indices(
     ValueError
         No budget, or more is protected than stays.
     """
-    n, last = scores.shape[-1], max(last, stabilizers)
+    n = scores.shape[-1]
+    last = max(last, stabilizers)
     whole_number("budget", budget, 1)
     if first + last > budget:
         raise ValueError(f"{first} first and {last} last units are protected, more than budget={budget}")
@@ -104,15 +105,40 @@ def keep_indices(
         scores[..., n - last :] = float("inf")
     if also is not None:
         scores = scores.masked_fill(also, float("inf"))
+    return _rising(_highest(scores, budget), budget)
+
+
+def _highest(scores: torch.Tensor, budget: int) -> torch.Tensor:
+    """Which units ``(batch, num_kv_heads, n)`` have the ``budget`` highest scores; of equal ones the earlier."""
     # Two sorts would say the same in four times the time.
-    least = scores.topk(budget, sorted=False).values.amin(dim=-1, keepdim=True)  # the lowest score that stays
-    above, equal = scores > least, scores == least
+    lowest_kept = scores.topk(budget, sorted=False).values.amin(dim=-1, keepdim=True)
+    above = scores > lowest_kept
+    equal = scores == lowest_kept
     room = budget - above.sum(dim=-1, keepdim=True)
-    stays = above | (equal & (equal.cumsum(dim=-1) <= room))
-    slot = torch.where(stays, stays.cumsum(dim=-1) - 1, budget)  # where each index goes; what leaves, past the end
-    indices = torch.empty(*scores.shape[:-1], budget + 1, dtype=torch.long, device=scores.device)
-    indices.scatter_(-1, slot, torch.arange(n, device=scores.device).expand_as(slot))
-    return indices[..., :budget]
+    return above | (equal & (equal.cumsum(dim=-1) <= room))
+
+
+def _rising(stays: torch.Tensor, budget: int) -> torch.Tensor:
+    """The indices ``(batch, num_kv_heads, budget)`` of the units that stay, ``budget`` of each head, in order."""
+    slot = torch.where(stays, stays.cumsum(dim=-1) - 1, budget)  # one past the end for those that leave
+    index = torch.arange(stays.shape[-1], device=stays.device).expand_as(stays)
+    indices = torch.empty(*stays.shape[:-1], budget + 1, dtype=torch.long, device=stays.device)
+    return indices.scatter_(-1, slot, index)[..., :budget]
+
+
+def _surprisal(ids: torch.Tensor, logits: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
+    """``-log p`` of tokens ``(batch, n)``.
+
+    Parameters
+    ----------
+    ids
+        ``(batch, n)`` tokens.
+    logits, before
+        ``(batch, n, vocab)`` after each of them, and ``(batch, 1, vocab)``, which predict the first.
+    """
+    log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (batch, n, vocab)
+    tokens = ids % logits.shape[-1]  # the ids themselves; plpkg.retention.trials.tiny packs more into them
+    return -log_p.gather(-1, tokens[..., None]).squeeze(-1)
 
 
 class Eviction:
@@ -128,10 +154,15 @@ class Eviction:
         log_positions: bool,
         keep: Sequence[tuple[int, int]] = (),
     ) -> None:
-        self.model, self.cache, self.scorer, self.keep = model, cache, scorer, keep
-        self.budget, self.stabilizers, self.log_positions = budget, stabilizers, log_positions
+        self.model = model
+        self.cache = cache
+        self.scorer = scorer
+        self.budget = budget
+        self.stabilizers = stabilizers
+        self.log_positions = log_positions
+        self.keep = keep
         self.decoding = False
-        self.stamps = stamp(model), stamp(model, adapters=False)  # of the weights that read
+        self.stamps = (stamp(model), stamp(model, adapters=False))  # of the weights that read
         self.log = Log()
         self._watch = None  # while watching: for longer, the two would keep each other and the model in memory
         self.lent = threading.RLock()  # held while an answer is in the cache
@@ -143,21 +174,25 @@ class Eviction:
     def __deepcopy__(self, memo: dict) -> "Eviction":
         """The same model, and a cache and a log of its own."""
         other = copy.copy(self)
-        other.scorer, other.cache = copy.copy(self.scorer), copy.deepcopy(self.cache, memo)
+        other.scorer = copy.copy(self.scorer)
+        other.cache = copy.deepcopy(self.cache, memo)
         other.log = copy.deepcopy(self.log, memo)
-        other._watch, other.lent = None, threading.RLock()
+        other._watch = None
+        other.lent = threading.RLock()
         return other
 
     def _store(self, units: Units) -> None:
+        """Have the scorer judge a layer's units, and write the scores beside what the cache holds of the layer."""
         layer = self.cache.evicting[units.layer]
-        known = 0 if layer.scores is None else layer.scores.shape[-1]
-        unknown = layer.positions.shape[-1] - len(units.positions) - known
-        if unknown:
+        scored = 0 if layer.scores is None else layer.scores.shape[-1]
+        unscored = layer.positions.shape[-1] - len(units.positions) - scored
+        if unscored:
             raise ValueError(
-                f"{unknown} units of the cache have no score: they came while nobody watched. Run every forward pass "
+                f"{unscored} units of the cache have no score: they came while nobody watched. Run every forward pass "
                 "after the prefill within evicting(), or none"
             )
-        scores, (batch, heads, width) = self.scorer.update(units, layer.scores), layer.positions.shape
+        batch, heads, width = layer.positions.shape
+        scores = self.scorer.update(units, layer.scores)
         if scores.shape not in itertools.product({1, batch}, {1, heads}, [width]):
             raise ValueError(
                 f"{type(self.scorer).__name__} must score (batch, num_kv_heads, kept + n) = {batch, heads, width} "
@@ -168,13 +203,11 @@ class Eviction:
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Run tokens ``(batch, n)`` through the model; the logits after the last one."""
         start = self._prepare(ids)
-        every = self.scorer.needs_logits
-        logits = self.model(
-            input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=0 if every else 1
-        ).logits
-        self._after(ids, start, logits)
+        wanted = 0 if self.scorer.needs_logits else 1  # transformers takes 0 for all
+        output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted)
+        self._after(ids, start, output.logits)
         self._require_scores()
-        return logits[:, -1]
+        return output.logits[:, -1]
 
     def _require_scores(self) -> None:
         for i, layer in self.cache.evicting.items():
@@ -185,18 +218,18 @@ class Eviction:
                 )
 
     def _prepare(self, ids: torch.Tensor) -> int:
+        """Tell the watch which tokens ``(batch, n)`` run next; the position of the first."""
         start = self.cache.seen
         self._watch.ids = ids
         self._watch.positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
         return start
 
     def _after(self, ids: torch.Tensor, start: int, logits: torch.Tensor) -> None:
+        """Give a scorer that waits for logits ``(batch, n, vocab)`` those of the pass that has just run."""
         if not self.scorer.needs_logits:
             return
-        before = self.cache.beside.get("logits", logits[:, :1])  # they predict this chunk's first token
-        log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (batch, n, vocab)
-        tokens = ids % logits.shape[-1]  # the ids themselves; plpkg.retention.trials.tiny packs more into them
-        surprisal = -log_p.gather(-1, tokens[..., None]).squeeze(-1)
+        before = self.cache.beside.get("logits", logits[:, :1])  # the last pass's, which predict this one's first token
+        surprisal = _surprisal(ids, logits, before)
         if start == 0:
             surprisal[:, 0] = 0.0  # nothing predicts the first token
         self.cache.beside = self.cache.beside | {"logits": logits[:, -1:]}
@@ -206,37 +239,46 @@ class Eviction:
     def cut(self, start: int, stop: int, *, stabilizers: int = 0, budget: int | None = None) -> None:
         """Let every head keep its best units, and log it."""
         before = self.cache.kept
-        for layer in self.cache.evicting.values():
-            if budget is not None and before > budget:
-                first, last, spans = self.scorer.sink, self.scorer.recent, self._spans(layer.positions)
-                layer.keep(
-                    keep_indices(layer.scores, budget, first=first, last=last, stabilizers=stabilizers, also=spans)
+        layers = self.cache.evicting.values()
+        if budget is not None and before > budget:
+            for layer in layers:
+                indices = keep_indices(
+                    layer.scores,
+                    budget,
+                    first=self.scorer.sink,
+                    last=self.scorer.recent,
+                    stabilizers=stabilizers,
+                    also=self._spans(layer.positions),
                 )
+                layer.keep(indices)
         kept = None
         if self.log_positions:
-            kept = torch.stack([layer.positions.cpu() for layer in self.cache.evicting.values()])
+            kept = torch.stack([layer.positions.cpu() for layer in layers])
         self.log.append(ChunkStep(start, stop, before, self.cache.kept, kept))
 
     def _spans(self, positions: torch.Tensor) -> torch.Tensor | None:
-        """Which units ``(batch, num_kv_heads, n)`` lie in a span that is kept."""
+        """Which units ``(batch, num_kv_heads, n)`` lie in a span that is kept; ``None`` if there are no spans."""
         if not self.keep:
             return None
-        return sum((positions >= start) & (positions < stop) for start, stop in self.keep).bool()
+        inside = torch.zeros_like(positions, dtype=torch.bool)
+        for start, stop in self.keep:
+            inside |= (positions >= start) & (positions < stop)
+        return inside
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Show the model's forward passes to the scorer, and its projections to a cache that rotates."""
-        turning = {i: layer for i, layer in self.cache.evicting.items() if isinstance(layer, ReassignedPositions)}
+        rotating = {i: layer for i, layer in self.cache.evicting.items() if isinstance(layer, ReassignedPositions)}
         watched = attention_layers(self.model)
         self._watch = Watch(self._show)
         try:
             with watching(self.model, self._watch, self.cache):
-                for i, layer in turning.items():
+                for i, layer in rotating.items():
                     layer.projected = partial(self._watch.keys_of, i, watched[i])
                 yield
         finally:
             self._watch = None
-            for layer in turning.values():
+            for layer in rotating.values():
                 layer.projected = None
 
     @contextmanager
@@ -254,27 +296,18 @@ class Eviction:
         if self.scorer is None:
             raise ValueError("what was loaded has no scorer: it answers, and evicts nothing more")
 
+        # A thread that is about to call a hook while another removes it calls it without kwargs.
         def before(_module, args, kwargs=MappingProxyType({})):
-            if kwargs.get("past_key_values") is not self.cache:  # somebody else's
-                return None
-            if self.scorer.needs_logits:
-                kwargs["logits_to_keep"] = 0
-            ids = kwargs.get("input_ids", args[0] if args else None)
-            if ids is None:
-                raise ValueError("evicting() follows forward passes over input_ids, and this one has none")
-            self._prepare(ids)
-            return args, kwargs
+            if kwargs.get("past_key_values") is self.cache:
+                return self._begin_step(args, kwargs)
+            return None  # somebody else's forward pass
 
-        def after(_module, _args, output):
-            if now() is None or now() is not self._watch:
-                return
-            start = int(self._watch.positions[0])
-            self._after(self._watch.ids, start, output.logits)
-            stop = start + self._watch.ids.shape[-1]
-            self.cut(start, stop, stabilizers=self.stabilizers, budget=self.budget)
+        def after(_module, _args, output) -> None:
+            if now() is not None and now() is self._watch:
+                self._end_step(output.logits)
 
         # PEFT's generate calls the model inside its wrapper.
-        inner = getattr(self.model, "get_base_model", lambda: self.model)()
+        inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         hooks = [inner.register_forward_pre_hook(before, with_kwargs=True), inner.register_forward_hook(after)]
         self.decoding = True
         try:
@@ -284,3 +317,20 @@ class Eviction:
             self.decoding = False
             for hook in hooks:
                 hook.remove()
+
+    def _begin_step(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """The arguments with which somebody else's forward pass goes on, followed from here."""
+        if self.scorer.needs_logits:
+            kwargs["logits_to_keep"] = 0
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        if ids is None:
+            raise ValueError("evicting() follows forward passes over input_ids, and this one has none")
+        self._prepare(ids)
+        return args, kwargs
+
+    def _end_step(self, logits: torch.Tensor) -> None:
+        """Score and cut after a forward pass that :meth:`_begin_step` has begun."""
+        ids = self._watch.ids
+        start = int(self._watch.positions[0])
+        self._after(ids, start, logits)
+        self.cut(start, start + ids.shape[-1], stabilizers=self.stabilizers, budget=self.budget)

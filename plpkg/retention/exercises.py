@@ -33,17 +33,16 @@ def labels(function: object) -> Verdict:
     generator = torch.Generator().manual_seed(0)
 
     def logits(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:  # (kv_heads, group, answer, prompt)
-        answer, prompt = q.shape[1], k.shape[1]
+        answer = q.shape[1]
+        prompt = k.shape[1]
         keys = torch.cat([k, k[:, :1].expand(-1, answer, -1)], dim=1)  # the answer's own units, which have no label
         units = Units(0, torch.arange(answer), None, query=q[None], keys=keys[None], scaling=q.shape[-1] ** -0.5)
         return torch.cat(list(units.logits()), dim=3)[0, ..., :prompt]
 
     def cases() -> Iterator[tuple]:
         for heads, kv_heads, answer, prompt, d in ((4, 2, 3, 5, 4), (6, 2, 2, 7, 16)):
-            q, k = (
-                torch.randn(heads, answer, d, generator=generator),
-                torch.randn(kv_heads, prompt, d, generator=generator),
-            )
+            q = torch.randn(heads, answer, d, generator=generator)
+            k = torch.randn(kv_heads, prompt, d, generator=generator)
             yield (q, k), logits(q, k).amax(dim=(1, 2))
 
     def hint(got: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> str:
@@ -52,25 +51,10 @@ def labels(function: object) -> Verdict:
             return "a KV head has one label for a unit: the highest of the query heads that share it"
         if got.shape[-1] == q.shape[1] != k.shape[1]:
             return "the units of the prompt have labels, and not the tokens of the answer"
-        root, mean = q.shape[-1] ** 0.5, "the highest logit is wanted, not the mean"
-        shared = "a KV head serves neighbouring query heads, 0 and 1, say, then 2 and 3: repeat_interleave, not repeat"
-        repeated = (q @ k.repeat(len(q) // len(k), 1, 1).mT / root).amax(1)  # (heads, prompt), as the next
-        neighbours = paid.amax(2).flatten(0, 1)
-        known = (
-            (paid.amax((1, 2)) * root, "the logits are scaled by one over the root of d"),
-            (paid.amax((1, 2)) / root, "the logits are scaled by one over the root of d, and not by one over d"),
-            *((wrong, mean) for wrong in (paid.mean((1, 2)), paid.amax(1).mean(1), paid.amax(2).mean(1))),
-            *((paid.mean(axis).amax(1), mean) for axis in (1, 2)),
-            (paid.sum((1, 2)), "the highest logit is wanted, not the sum"),
-            (paid.abs().amax((1, 2)), "the highest logit is wanted, with its sign"),
-            (paid.softmax(-1).amax((1, 2)), "the logit is wanted, before the softmax"),
-            (repeated.unflatten(0, (len(k), -1)).amax(1), shared),
-            *((each.unflatten(0, (-1, len(k))).amax(0), shared) for each in (repeated, neighbours)),
-            (paid[:, 0].amax(1), "all query heads that share a KV head count, not the first alone"),
-            (paid[:, :, -1].amax(1), "all tokens of the answer count, not the last alone"),
-            (paid[:, :, 0].amax(1), "all tokens of the answer count, not the first alone"),
-        )
-        return next((reason for wrong, reason in known if torch.allclose(got, wrong, atol=1e-4)), "")
+        for wrong, reason in _mistakes(paid, q, k):
+            if torch.allclose(got, wrong, atol=1e-4):
+                return reason
+        return ""
 
     return check_function(
         function,
@@ -78,3 +62,40 @@ def labels(function: object) -> Verdict:
         "the highest logit over the answer's tokens and the query heads that share the KV head.",
         hint,
     )
+
+
+def _mistakes(paid: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> list[tuple[torch.Tensor, str]]:
+    """Wrong labels ``(kv_heads, prompt)``, and what to say of each.
+
+    Parameters
+    ----------
+    paid
+        ``(kv_heads, group, answer, prompt)`` logits.
+    q, k
+        ``(heads, answer, d)`` and ``(kv_heads, prompt, d)``.
+    """
+    root = q.shape[-1] ** 0.5
+    kv_heads = len(k)
+    group = len(q) // kv_heads
+    by_repeat = (q @ k.repeat(group, 1, 1).mT / root).amax(1)  # (heads, prompt), keys taken in another order
+    by_head = paid.amax(2).flatten(0, 1)  # (heads, prompt)
+    mean = "the highest logit is wanted, not the mean"
+    shared = "a KV head serves neighbouring query heads, 0 and 1, say, then 2 and 3: repeat_interleave, not repeat"
+    return [
+        (paid.amax((1, 2)) * root, "the logits are scaled by one over the root of d"),
+        (paid.amax((1, 2)) / root, "the logits are scaled by one over the root of d, and not by one over d"),
+        (paid.mean((1, 2)), mean),
+        (paid.amax(1).mean(1), mean),
+        (paid.amax(2).mean(1), mean),
+        (paid.mean(1).amax(1), mean),
+        (paid.mean(2).amax(1), mean),
+        (paid.sum((1, 2)), "the highest logit is wanted, not the sum"),
+        (paid.abs().amax((1, 2)), "the highest logit is wanted, with its sign"),
+        (paid.softmax(-1).amax((1, 2)), "the logit is wanted, before the softmax"),
+        (by_repeat.unflatten(0, (kv_heads, -1)).amax(1), shared),
+        (by_repeat.unflatten(0, (-1, kv_heads)).amax(0), shared),
+        (by_head.unflatten(0, (-1, kv_heads)).amax(0), shared),
+        (paid[:, 0].amax(1), "all query heads that share a KV head count, not the first alone"),
+        (paid[:, :, -1].amax(1), "all tokens of the answer count, not the last alone"),
+        (paid[:, :, 0].amax(1), "all tokens of the answer count, not the first alone"),
+    ]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from plpkg.backbones import fingerprint
@@ -18,6 +19,7 @@ from plpkg.retention.watch import attention_layers
 from plpkg.validation import shown, whole_number
 
 FILE = "retaining_heads.safetensors"
+"""The file of a folder that holds retaining heads."""
 
 
 @dataclass(frozen=True)
@@ -89,23 +91,21 @@ class RetainingHeads(nn.Module):
             The model's layers cannot be watched, or are not alike.
         """
         layers = attention_layers(model)
-        dims = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.width) for layer in layers}
-        if len(dims) > 1:
-            raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim, width) of {sorted(dims)}")
-        *dims, width = dims.pop()
+        kinds = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.width) for layer in layers}
+        if len(kinds) > 1:
+            raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim, width) of {sorted(kinds)}")
+        *dims, width = kinds.pop()
         if width != _width(*dims):
             raise ValueError(
                 f"the projections of a layer of {type(model).__name__} give {width} numbers, and query, key and value "
                 f"of (num_heads, num_kv_heads, head_dim)={tuple(dims)} are {_width(*dims)}: heads would not fit"
             )
-        config = model.config.get_text_config(decoder=True)
-        names = ("hidden_act", "hidden_activation", "activation_function")
-        quarter = 1024 if (config.model_type, config.hidden_size) == ("phi3", 3072) else max(1, config.hidden_size // 4)
-        hidden = quarter if hidden is None else whole_number("hidden", hidden, 1)
-        activation = _known(next((getattr(config, name) for name in names if getattr(config, name, None)), "silu"))
+        text_config = model.config.get_text_config(decoder=True)
+        hidden = _published_hidden(text_config) if hidden is None else whole_number("hidden", hidden, 1)
+        config = HeadsConfig(fingerprint(model), len(layers), *dims, hidden, _activation(text_config))
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            heads = cls(HeadsConfig(fingerprint(model), len(layers), *dims, hidden, activation))
+            heads = cls(config)
         return heads.to(model.device, model.dtype)
 
     def score(self, layer: int, projected: torch.Tensor) -> torch.Tensor:
@@ -149,19 +149,30 @@ class RetainingHeads(nn.Module):
         _check(self.config.backbone, model)
 
     def __repr__(self) -> str:
-        c = self.config
-        count = sum(p.numel() for p in self.parameters())
+        config = self.config
+        count = sum(parameter.numel() for parameter in self.parameters())
         return (
-            f"RetainingHeads({c.num_layers} layers × {c.num_kv_heads} KV heads, hidden={c.hidden}, {count:,} weights)"
+            f"RetainingHeads({config.num_layers} layers × {config.num_kv_heads} KV heads, hidden={config.hidden}, "
+            f"{count:,} weights)"
         )
 
 
 def _width(num_heads: int, num_kv_heads: int, head_dim: int) -> int:
-    """Of query, key and value side by side."""
+    """The width of query, key and value side by side."""
     return (num_heads + 2 * num_kv_heads) * head_dim
 
 
-def _known(activation: object) -> str:
+def _published_hidden(config: PreTrainedConfig) -> int:
+    """The publication's d_R for a backbone, or for one that it does not have a quarter of the hidden size."""
+    if config.model_type == "phi3" and config.hidden_size == 3072:  # Phi-3-mini
+        return 1024
+    return max(1, config.hidden_size // 4)
+
+
+def _activation(config: PreTrainedConfig) -> str:
+    """The name of a backbone's activation; SiLU where its configuration names none."""
+    given = [getattr(config, name, None) for name in ("hidden_act", "hidden_activation", "activation_function")]
+    activation = next(filter(None, given), "silu")
     if type(activation) is str and activation in ACT2FN:
         return activation
     some = ", ".join(list(ACT2FN)[:4])
@@ -169,7 +180,9 @@ def _known(activation: object) -> str:
 
 
 def _check(backbone: str, model: nn.Module) -> None:
-    if (actual := fingerprint(model)) != backbone:
+    """ValueError unless a model has the fingerprint ``backbone``."""
+    actual = fingerprint(model)
+    if actual != backbone:
         raise ValueError(
             f"these heads belong to a backbone with fingerprint {backbone[:12]}…, "
             f"but {type(model).__name__} has {actual[:12]}…"

@@ -1,4 +1,4 @@
-"""What a retaining head learns to predict: how much the answer will look at each unit of the prompt.
+"""Labels, which a retaining head learns to predict: how much the answer will look at each unit of the prompt.
 
 The label of unit k in KV head j is the largest attention logit that an answer token pays it, over the answer's rows
 and the query heads of the group: scaled, rotated, causal, before softmax (arXiv 2410.01805; its text
@@ -31,8 +31,8 @@ def cis_labels(
     prompt_len
         Tokens of the prompt.
     rows
-        Whose logits count. ``"answer"``: the answer's tokens, as published. ``"predicting"``: those that predict the
-        answer's tokens, from the prompt's last one to the answer's last but one. A long answer hardly differs; of an
+        The tokens whose logits count. ``"answer"``: the answer's, as published. ``"predicting"``: those that predict
+        the answer's, from the prompt's last one to the answer's last but one. A long answer hardly differs; of an
         answer of one token, the first kind never sees the question being answered.
     chunk_size
         Tokens of the prompt that run at a time.
@@ -62,9 +62,12 @@ def labels_and_states(
             "no labels for the rest"
         )
     input_ids = check_ids(model, input_ids)
-    whole_number("prompt_len", prompt_len, 1, input_ids.shape[-1] - 1, "seq - 1")
+    seq = input_ids.shape[-1]
+    whole_number("prompt_len", prompt_len, 1, seq - 1, "seq - 1")
     whole_number("chunk_size", chunk_size, 1)
     predicting = one_of("rows", rows, ("answer", "predicting")) == "predicting"
+    shift = 1 if predicting else 0  # the token that predicts another stands one before it
+    first_row = prompt_len - shift
     states: dict[int, list[torch.Tensor]] = {}
     labels: dict[int, torch.Tensor] = {}
 
@@ -72,20 +75,32 @@ def labels_and_states(
         states.setdefault(units.layer, []).append(units.projected)
 
     def label(units: Units) -> None:
-        highest = None
-        for logits in units.logits():
-            paid = logits.amax(dim=(2, 3))[..., :prompt_len]  # (batch, kv_heads, prompt_len)
-            highest = paid if highest is None else torch.maximum(highest, paid)
-        labels[units.layer] = highest
-        if predicting:
+        labels[units.layer] = _highest_paid(units, prompt_len)
+        if predicting:  # the first row is the prompt's last token, which no chunk has had
             states.setdefault(units.layer, []).append(units.projected[:, :1])
 
-    first, last = (prompt_len - 1, input_ids.shape[-1] - 1) if predicting else (prompt_len, input_ids.shape[-1])
     watch = Watch(collect)
     with torch.no_grad(), evaluating(model), watching(model, watch, cache):
-        for start in range(0, first, chunk_size):
-            ids = input_ids[:, start : min(start + chunk_size, first)]
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        for start in range(0, first_row, chunk_size):
+            chunk = input_ids[:, start : min(start + chunk_size, first_row)]
+            model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
         watch.show = label
-        model(input_ids=input_ids[:, first:last], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return torch.stack([labels[i] for i in sorted(labels)]), [torch.cat(states[i], dim=1) for i in sorted(states)]
+        row_ids = input_ids[:, first_row : seq - shift]
+        model(input_ids=row_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    by_layer = [torch.cat(states[i], dim=1) for i in sorted(states)]
+    return torch.stack([labels[i] for i in sorted(labels)]), by_layer
+
+
+def _highest_paid(units: Units, prompt_len: int) -> torch.Tensor:
+    """The largest logit that the new units of a layer pay each unit of the prompt, over rows and group.
+
+    Returns
+    -------
+    torch.Tensor
+        ``(batch, num_kv_heads, prompt_len)``.
+    """
+    highest = None
+    for logits in units.logits():  # (batch, num_kv_heads, group, rows, kept + n)
+        paid = logits.amax(dim=(2, 3))[..., :prompt_len]
+        highest = paid if highest is None else torch.maximum(highest, paid)
+    return highest

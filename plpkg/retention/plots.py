@@ -14,7 +14,7 @@ STYLES["full"] = {"color": "0", "linestyle": "-", "marker": "x"}
 FOUND = "values found (%), better →"  # the label is turned: its arrow points up
 
 VARIANTS = ({}, {"linestyle": "--", "markerfacecolor": "white"}, {"linestyle": ":", "fillstyle": "left"})
-"""What tells a method's second and third line in one figure from its first."""
+"""Styles that tell a method's second and third line in one figure from its first."""
 
 LOOKUPS = {
     "asked first, Locret, protected": "Locret, first, protected",
@@ -23,7 +23,7 @@ LOOKUPS = {
     "asked last, random": "random, last",
     "asked first, random, protected": "random, first, protected",
 }
-"""The cases of the section "lookup" that are drawn, and what the figure calls them, from the best to the worst."""
+"""The cases of the section "lookup" that are drawn, and their names in the figure, from the best to the worst."""
 
 SPACES = {
     "O(n²): whole prompt": "full cache, whole prompt: O(n²)",
@@ -31,12 +31,13 @@ SPACES = {
     "O(n/c): chunks, 2 bit": "full cache, chunks of 64, 2 bit: O(B·n + n/c)",
     "O(1): chunks, 128 units": "sink + recent, chunks of 64, 128 units: O(1)",
 }
-"""The cases of the section "space", and what the legend calls them."""
+"""The cases of the section "space", and their names in the legend."""
 
 
 def styles(cases) -> dict[str, dict]:
     """The line style of each case: its method's, and a variant of it where the figure has several of one method."""
-    found, seen = {}, []
+    found = {}
+    seen = []  # the method of each case so far
     for case in cases:
         method = next((name for name in STYLES if name in case), "full")
         found[case] = STYLES[method] | VARIANTS[seen.count(method)]
@@ -65,7 +66,9 @@ def mechanism(ax=None):
         y = 3.75 + 0.9 * row
         drawing.note(ax, 0.65, y + 0.35, f"KV head {row}", 9)
         for i, score in enumerate(scores):
-            x, colour = (1.3 + 0.52 * i, kept) if i < 6 else (1.6 + 0.52 * i, chunk)
+            colour = kept if i < 6 else chunk
+            gap = 0 if i < 6 else 0.3  # between the kept units and the chunk's
+            x = 1.3 + gap + 0.52 * i
             if i in best:
                 drawing.box(ax, x, y, 0.51, 0.7, str(score), colour)
             else:
@@ -119,7 +122,8 @@ def by_case(rows, value: str = "accuracy"):
 
 def space(rows, ax=None):
     """The peak of live memory while a prompt is read, by class of method: the section "space"."""
-    table, title = by_case(rows, "live_kib").rename(index=SPACES) / 1024, "4 layers of width 128, eager attention"
+    table = by_case(rows, "live_kib").rename(index=SPACES) / 1024
+    title = "4 layers of width 128, eager attention"
     return _lines(table, ax, "tokens of the prompt", "peak without the weights (MiB), ← better", title, log="xy")
 
 
@@ -132,10 +136,12 @@ def budget(rows, ax=None):
     ax.text(shares.index.unique("x").max(), 101, "full cache", ha="right", va="bottom", fontsize=10)
     for case, style in cases.items():
         points = shares.loc[case]
-        wide = dict(lw=7, alpha=0.4, zorder=0, label="_oracle") if case == "oracle" else dict(capsize=2, label=case)
-        ax.errorbar(points.index, points["mean"], yerr=points["half_width"], **style | wide)
         if case == "oracle":  # another line lies on it, and its name stands there
+            look = dict(lw=7, alpha=0.4, zorder=0, label="_oracle")
             ax.text(points.index[0], 102, "oracle: the wide, pale line", va="bottom", fontsize=10)
+        else:
+            look = dict(capsize=2, label=case)
+        ax.errorbar(points.index, points["mean"], yerr=points["half_width"], **style | look)
     _powers_of_two(ax, sorted(shares.index.unique("x")))
     ax.set(
         xlabel="units that each KV head keeps, of 129",
@@ -164,7 +170,8 @@ def asked(rows, ax=None):
 
 def lengths(rows, contracts, ax=None):
     """Accuracy by length: the section "length", and of "positions" the line where units stay where they stood."""
-    table, by_contract = by_case(rows), by_case(contracts)
+    table = by_case(rows)
+    by_contract = by_case(contracts)
     table = table.reindex(columns=table.columns.union(by_contract.columns))
     table = table.drop(index="Locret, 16 units", errors="ignore")  # lies on the line of 32 units
     table.loc["Locret, where they stood"] = by_contract.loc["original"]
@@ -181,7 +188,7 @@ def answers(rows, column: str = "right", ax=None):
         With ``case``, ``share`` (of how many units one is kept) and ``column``, and its 95 % interval,
         ``…_half_width``.
     column
-        Which share of right answers.
+        The column with the share of right answers.
     """
     ax = theme.axes(ax, figsize=(8, 3.6))
     full = 100 * rows.loc[rows["share"] == 1, column].mean()
@@ -191,8 +198,9 @@ def answers(rows, column: str = "right", ax=None):
     for offset, marker, (share, some) in zip((0.15, -0.15), "os", cut.groupby("share"), strict=False):
         heights = [len(cases) - 1 - cases.index(case) + offset for case in some["case"]]
         colours = [style["color"] for style in styles(some["case"]).values()]
-        shares, half = 100 * some[column], 100 * some[f"{column}_half_width"]
-        for height, each, bar, colour in zip(heights, shares, half, colours, strict=True):
+        shares = 100 * some[column]
+        bars = 100 * some[f"{column}_half_width"]
+        for height, each, bar, colour in zip(heights, shares, bars, colours, strict=True):
             ax.errorbar(each, height, xerr=bar, fmt=marker, color=colour, capsize=2)
         ax.plot([], [], marker, color="0.3", label=f"one of {share:.0f} units kept")
         named = "; ".join(f"{case} {each:.0f} %" for case, each in zip(some["case"], shares, strict=True))
@@ -206,8 +214,9 @@ def answers(rows, column: str = "right", ax=None):
 
 def speed(rows, ax=None):
     """Tokens per second by length, full attention and Locret: the section "speed"."""
-    table, title = by_case(rows, "tokens_per_s"), "12 layers × 768, 2,048 units, one thread; from 8,192 on one run each"
-    table = table.rename(index={"full attention": "full attention, whole prompt", "Locret": "Locret, chunks of 512"})
+    names = {"full attention": "full attention, whole prompt", "Locret": "Locret, chunks of 512"}
+    table = by_case(rows, "tokens_per_s").rename(index=names)
+    title = "12 layers × 768, 2,048 units, one thread; from 8,192 on one run each"
     ax = _lines(table, ax, "tokens of the prompt", "tokens read per CPU second, better →", title, log="x")
     ax.set_ylim(bottom=0)
     return ax
@@ -218,8 +227,10 @@ def lookup(rows, b_of_k=None, ax=None):
 
     ``b_of_k`` gives for a number of units the share found without the question if all KV heads keep the same facts.
     """
-    table, ax = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS), theme.axes(ax, figsize=(8, 4.6))
-    xlabel, title = "units that each KV head keeps, of 33 or 35", "16 pairs, one asked for: last, or first"
+    table = 100 * by_case(rows).loc[list(LOOKUPS)].rename(index=LOOKUPS)
+    ax = theme.axes(ax, figsize=(8, 4.6))
+    xlabel = "units that each KV head keeps, of 33 or 35"
+    title = "16 pairs, one asked for: last, or first"
     ax = _lines(table, ax, xlabel, FOUND, title, names=_name_lookups)
     ax.set_ylim(0, 105)
     if b_of_k:
@@ -233,11 +244,13 @@ def lookup(rows, b_of_k=None, ax=None):
 
 def _name_lookups(ax) -> None:
     """Write each line's name beside one of its points, where the lines stand apart."""
+    above = dict(ha="right", va="bottom", xytext=(-4, 4))
+    below = dict(ha="left", va="top", xytext=(4, -4))
     points = {"random, last": 3, "random, first, protected": 3}
     for line in ax.lines:
         name = line.get_label()
-        x, height = line.get_xydata()[: points.get(name, 2) + 1][-1]
-        above, below = dict(ha="right", va="bottom", xytext=(-4, 4)), dict(ha="left", va="top", xytext=(4, -4))
+        point = points.get(name, 2)
+        x, height = line.get_xydata()[: point + 1][-1]  # the last one, if there are fewer
         side = above if name.startswith("Locret") else below
         if name == "random, last":  # along its line, as another runs close below it
             side = side | dict(rotation=20, rotation_mode="anchor", xytext=(10, -4))
@@ -246,7 +259,7 @@ def _name_lookups(ax) -> None:
 
 
 def labels_and_scores(labels, predicted, ids, ax=None):
-    """What one head's units are worth: the label, and what the retaining head predicts.
+    """The worth of one head's units: the label, and the retaining head's prediction.
 
     Parameters
     ----------
@@ -256,13 +269,15 @@ def labels_and_scores(labels, predicted, ids, ax=None):
         ``(seq,)`` tokens; values that follow a key are marked.
     """
     ax = theme.axes(ax)
-    ids, labels, predicted = (np.asarray(x) for x in (ids, labels, predicted))
+    ids = np.asarray(ids)
+    labels = np.asarray(labels)
+    predicted = np.asarray(predicted)
     keys = (ids >= FIRST_KEY) & (ids < FIRST_VALUE)
-    values = np.roll(keys, 1)
-    label, score = STYLES["oracle"]["color"], STYLES["Locret"]["color"]
-    ax.plot(labels, label="label", color=label, lw=1)
-    ax.plot(predicted, label="predicted", color=score, linestyle="--", lw=1)
-    ax.plot(np.flatnonzero(values), labels[values], "o", color=label, mfc="none", label="value of a pair")
+    values = np.roll(keys, 1)  # a value stands behind its key
+    label_colour = STYLES["oracle"]["color"]
+    ax.plot(labels, label="label", color=label_colour, lw=1)
+    ax.plot(predicted, label="predicted", color=STYLES["Locret"]["color"], linestyle="--", lw=1)
+    ax.plot(np.flatnonzero(values), labels[values], "o", color=label_colour, mfc="none", label="value of a pair")
     ax.set(
         xlabel="position in the prompt (tokens)",
         ylabel="attention logit, looked at more →",
@@ -278,14 +293,14 @@ def labels_and_scores(labels, predicted, ids, ax=None):
 
 
 def kept(log, layer: int = 0, head: int = 0, row: int = 0, marked=(), ax=None):
-    """Which units one head held after each chunk.
+    """The units that one head held after each chunk.
 
     Parameters
     ----------
     log
         The log of :func:`plpkg.retention.chunked_prefill`, with positions.
     layer, head, row
-        Which; ``row`` of the batch.
+        The numbers of the layer, of the KV head, and of the row in the batch.
     marked
         Positions to mark in grey.
     """

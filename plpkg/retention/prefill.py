@@ -88,28 +88,21 @@ def chunked_prefill(
     if attention_mask is not None:
         input_ids = {"input_ids": input_ids, "attention_mask": attention_mask}
     input_ids = watch.check_ids(model, input_ids)
+    seq = input_ids.shape[-1]
     whole_number("budget", budget, 1)
     whole_number("chunk_size", chunk_size, 1)
     whole_number("stabilizers", stabilizers, 0, budget - 1, "budget - 1")
     whole_number("local_len", local_len, 0)
-    if local_len >= input_ids.shape[-1] > budget:
+    if local_len >= seq > budget:
         raise ValueError(
-            f"local_len={local_len} covers all {input_ids.shape[-1]} tokens of the prompt: nothing would be cut to "
-            f"budget={budget}"
+            f"local_len={local_len} covers all {seq} tokens of the prompt: nothing would be cut to budget={budget}"
         )
     scorer.check(model)
     scorer = scorer.started(input_ids, budget)
-    keep = _checked_spans(keep, input_ids.shape[-1])
-    spans = len({position for start, stop in keep for position in range(max(start, scorer.sink), stop)})
-    protected = scorer.sink + max(scorer.recent, stabilizers) + spans
-    if protected > budget:
-        raise ValueError(
-            f"the scorer protects sink={scorer.sink} and recent={scorer.recent} units, with stabilizers={stabilizers} "
-            + (f"and {spans} more in keep={list(keep)} " if keep else "")
-            + f"that is {protected}, more than budget={budget}"
-        )
+    keep = _checked_spans(keep, seq)
+    _check_protection(scorer, budget, stabilizers, keep)
     cache = EvictingCache(model, positions, store)
-    _warn_of_frequencies(model, input_ids.shape[-1], budget, chunk_size, local_len, positions)
+    _warn_of_frequencies(model, seq, budget, chunk_size, local_len, positions)
     eviction = Eviction(model, cache, scorer, budget, stabilizers, log_positions, keep)
     with torch.no_grad(), evaluating(model):
         logits = read_chunks(eviction, input_ids, chunk_size, local_len, progress=progress)
@@ -117,14 +110,36 @@ def chunked_prefill(
     return PrefillResult(cache, logits, eviction.log, eviction)
 
 
+def _check_protection(scorer: Scorer, budget: int, stabilizers: int, keep: Sequence[tuple[int, int]]) -> None:
+    """ValueError if more units are safe from a cut than stay after it."""
+    in_spans = set()
+    for start, stop in keep:
+        in_spans.update(range(max(start, scorer.sink), stop))  # without those that are the sink's already
+    protected = scorer.sink + max(scorer.recent, stabilizers) + len(in_spans)
+    if protected > budget:
+        spans = f"and {len(in_spans)} more in keep={list(keep)} " if keep else ""
+        raise ValueError(
+            f"the scorer protects sink={scorer.sink} and recent={scorer.recent} units, with stabilizers={stabilizers} "
+            f"{spans}that is {protected}, more than budget={budget}"
+        )
+
+
 def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_len: int, positions: str) -> None:
-    """Say so if the chunks of one prompt are computed with different frequencies."""
-    changes, first = rope_changes(model.config), min(chunk_size, max(0, seq - local_len) or seq)
-    if not changes or first == seq:
+    """Warn if the chunks of one prompt are computed with different frequencies."""
+    changes = rope_changes(model.config)
+    before_local = max(0, seq - local_len)
+    first_chunk = min(chunk_size, before_local or seq)
+    if not changes or first_chunk == seq:
         return
     kind, limit = min(changes, key=lambda change: change[1])
-    reach = seq if positions == "original" else min(seq, budget + max(chunk_size, local_len))
-    if reach > limit and not (kind == "longrope" and positions == "original" and first > limit):
+    if positions == "original":
+        reach = seq
+        # LongRoPE has two sets of frequencies: if the first chunk has the second one, all chunks have.
+        alike = kind == "longrope" and first_chunk > limit
+    else:
+        reach = min(seq, budget + max(chunk_size, local_len))
+        alike = False
+    if reach > limit and not alike:
         warnings.warn(
             f"{type(model).__name__} changes its frequencies beyond {limit} positions ({kind}), and this prompt "
             f"reaches {reach}: chunks before and after are computed with different ones, which no whole prompt is. "
@@ -134,9 +149,10 @@ def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_le
 
 
 def _checked_spans(keep: Sequence[tuple[int, int]], seq: int) -> tuple[tuple[int, int], ...]:
+    """The spans as pairs; ValueError unless each lies within the ``seq`` tokens of the prompt."""
     for span in keep:
-        whole = isinstance(span, Sequence) and len(span) == 2 and all(type(end) is int for end in span)
-        if not whole or not 0 <= span[0] < span[1] <= seq:
+        pair = isinstance(span, Sequence) and len(span) == 2 and all(type(end) is int for end in span)
+        if not pair or not 0 <= span[0] < span[1] <= seq:
             raise ValueError(f"keep must be spans (start, stop) within the {seq} tokens of the prompt, got {span}")
     return tuple((start, stop) for start, stop in keep)
 
@@ -146,14 +162,14 @@ def read_chunks(
 ) -> torch.Tensor:
     """Algorithm 1; the logits after the last token ``(batch, vocab)``."""
     seq = input_ids.shape[-1]
-    end = max(0, seq - local_len)
+    local_start = max(0, seq - local_len)
     with eviction.watching():
-        for start in tqdm(range(0, end, chunk_size), "prefill", disable=not progress):
-            stop = min(start + chunk_size, end)
+        for start in tqdm(range(0, local_start, chunk_size), "prefill", disable=not progress):
+            stop = min(start + chunk_size, local_start)
             logits = eviction.forward(input_ids[:, start:stop])
-            last = stop == end
-            eviction.cut(start, stop, stabilizers=0 if last else eviction.stabilizers, budget=eviction.budget)
-        if end < seq:
-            logits = eviction.forward(input_ids[:, end:])
-            eviction.cut(end, seq)
+            stabilizers = eviction.stabilizers if stop < local_start else 0  # the last chunk has none
+            eviction.cut(start, stop, stabilizers=stabilizers, budget=eviction.budget)
+        if local_start < seq:
+            logits = eviction.forward(input_ids[:, local_start:])
+            eviction.cut(local_start, seq)  # without a budget: the step is logged, and nothing goes
     return logits

@@ -19,9 +19,9 @@ SAME_IN_CHUNKS = ("CURPress", "KeyDiffPress", "KnormPress", "TOVAPress")
 
 @dataclass
 class Press(Scorer):
-    """Scores of another library's method, which judges all units anew at each chunk: see :func:`from_press`.
+    """A press: another library's method, which judges all units anew at each chunk. See :func:`from_press`.
 
-    Recency: what its scores say.
+    Recency: none is protected; its scores decide.
 
     Attributes
     ----------
@@ -32,8 +32,10 @@ class Press(Scorer):
     press: object
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
-        hidden = units.inputs["hidden_states"]
-        return self.press.score(units.module, hidden, units.keys, units.values, None, units.inputs).float()
+        hidden_states = units.inputs["hidden_states"]
+        attentions = None  # not computed yet: units are shown before
+        scores = self.press.score(units.module, hidden_states, units.keys, units.values, attentions, units.inputs)
+        return scores.float()
 
 
 def from_press(press: object, **protection: int) -> Press:

@@ -7,7 +7,7 @@ Numbers are rounded within groups to ``2^bits`` steps between the group's least 
   large everywhere (KIVI, arXiv 2402.02750). A cut tears groups apart: what is kept is unpacked, gathered and rounded
   again, as Locret's code does with transformers' quantised cache. Units that do not fill a group stay as they are.
 
-What attention reads are floats again, of one layer at a time. Left out: kernels that compute on packed numbers.
+Attention reads floats again, of one layer at a time. Left out: kernels that compute on packed numbers.
 transformers' ``QuantizedCache`` (backend quanto) knows no eviction; a test and a benchmark compare the two without.
 """
 
@@ -15,10 +15,11 @@ from collections.abc import Callable
 
 import torch
 
-from plpkg.retention.cache import UnitStore, gather
+from plpkg.retention.cache import UnitStore, gather, under
 from plpkg.validation import one_of, whole_number
 
 PACKED = ("codes", "scale", "least")
+"""The tensors of a :class:`Packed`."""
 
 
 class Packed:
@@ -33,28 +34,39 @@ class Packed:
     """
 
     def __init__(self, numbers: torch.Tensor, bits: int, group: int) -> None:
-        self.bits, self.dtype = bits, numbers.dtype
+        self.bits = bits
+        self.dtype = numbers.dtype
+        highest_code = 2**bits - 1
         grouped = numbers.float().unflatten(-1, (-1, group))  # (…, groups, group)
         least, greatest = grouped.aminmax(dim=-1, keepdim=True)
-        scale = ((greatest - least) / (2**bits - 1)).to(numbers.dtype)
-        self.scale, self.least = scale, least.to(numbers.dtype)
+        self.scale = ((greatest - least) / highest_code).to(numbers.dtype)
+        self.least = least.to(numbers.dtype)
+        # Codes count from the rounded least in rounded steps, which are all that will be known; equal numbers have
+        # a step of 0, by which nothing can be divided.
         step = self.scale.float().clamp(min=torch.finfo(torch.float32).tiny)
-        codes = ((grouped - self.least.float()) / step).round().clamp(0, 2**bits - 1).to(torch.uint8)
-        shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=codes.device)
-        self.codes = (codes.unflatten(-1, (-1, 8 // bits)) << shifts).sum(-1, dtype=torch.uint8)
+        codes = ((grouped - self.least.float()) / step).round().clamp(0, highest_code).to(torch.uint8)
+        by_byte = codes.unflatten(-1, (-1, 8 // bits))  # (…, groups, bytes, codes in a byte)
+        self.codes = (by_byte << self._shifts(codes.device)).sum(-1, dtype=torch.uint8)
+
+    def _shifts(self, device: torch.device) -> torch.Tensor:
+        """The places of a byte's codes in it, lowest first: 0, ``bits``, 2 · ``bits``, …"""
+        return torch.arange(0, 8, self.bits, dtype=torch.uint8, device=device)
 
     def numbers(self) -> torch.Tensor:
-        """What was packed, rounded: ``(…, groups · group)``."""
-        shifts = torch.arange(0, 8, self.bits, dtype=torch.uint8, device=self.codes.device)
-        codes = ((self.codes[..., None] >> shifts) & (2**self.bits - 1)).flatten(-2)  # (…, groups, group)
+        """The numbers that were packed, rounded: ``(…, groups · group)``."""
+        shifted = self.codes[..., None] >> self._shifts(self.codes.device)
+        codes = (shifted & (2**self.bits - 1)).flatten(-2)  # (…, groups, group)
         return (self.least.float() + self.scale.float() * codes).flatten(-2).to(self.dtype)
 
     @classmethod
     def restored(cls, tensors: dict[str, torch.Tensor], bits: int) -> "Packed":
-        """What :meth:`tensors` gave."""
+        """The numbers of which :meth:`tensors` gave the tensors."""
         packed = cls.__new__(cls)
-        packed.codes, packed.scale, packed.least = (tensors[name] for name in PACKED)
-        packed.bits, packed.dtype = bits, packed.scale.dtype
+        packed.codes = tensors["codes"]
+        packed.scale = tensors["scale"]
+        packed.least = tensors["least"]
+        packed.bits = bits
+        packed.dtype = packed.scale.dtype
         return packed
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -68,15 +80,18 @@ class Packed:
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``function`` to every tensor."""
-        self.codes, self.scale, self.least = function(self.codes), function(self.scale), function(self.least)
+        self.codes = function(self.codes)
+        self.scale = function(self.scale)
+        self.least = function(self.least)
 
 
 class ByToken:
     """Units ``(batch, heads, n, head_dim)``, each in groups of its own."""
 
     def __init__(self, bits: int, group: int) -> None:
-        self.bits, self.group = bits, group
-        self.packed: Packed | None = None
+        self.bits = bits
+        self.group = group
+        self.packed: Packed | None = None  # of (batch, heads, n, head_dim)
 
     def __len__(self) -> int:
         return 0 if self.packed is None else self.packed.codes.shape[2]
@@ -86,21 +101,24 @@ class ByToken:
         return 0 if self.packed is None else self.packed.num_bytes
 
     def append(self, states: torch.Tensor) -> None:
-        group = min(self.group, states.shape[-1])
-        if states.shape[-1] % group or group % 4:
-            raise ValueError(f"heads of {states.shape[-1]} numbers do not divide into groups of {group}")
+        head_dim = states.shape[-1]
+        group = min(self.group, head_dim)
+        if head_dim % group or group % 4:
+            raise ValueError(f"heads of {head_dim} numbers do not divide into groups of {group}")
         new = Packed(states, self.bits, group)
         if self.packed is None:
             self.packed = new
-        else:
-            parts = [(getattr(self.packed, name), getattr(new, name)) for name in PACKED]
-            self.packed.codes, self.packed.scale, self.packed.least = (torch.cat(pair, dim=2) for pair in parts)
+            return
+        self.packed.codes = torch.cat([self.packed.codes, new.codes], dim=2)
+        self.packed.scale = torch.cat([self.packed.scale, new.scale], dim=2)
+        self.packed.least = torch.cat([self.packed.least, new.least], dim=2)
 
     def read(self) -> torch.Tensor:
         return self.packed.numbers()
 
     def keep(self, indices: torch.Tensor) -> None:
-        self.change(lambda t: gather(t.flatten(3), indices).unflatten(3, t.shape[3:]))
+        # A tensor is (batch, heads, n, groups, …): all that belongs to a unit becomes one row, moves, and unfolds.
+        self.change(lambda tensor: gather(tensor.flatten(3), indices).unflatten(3, tensor.shape[3:]))
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         if self.packed is not None:
@@ -116,24 +134,28 @@ class ByToken:
         return len(self)
 
     def rewind(self, mark: int, repeats: int) -> None:
-        self.change(lambda t: t[::repeats, :, :mark].clone())
+        self.change(lambda tensor: tensor[::repeats, :, :mark].clone())
 
 
 class ByChannel:
     """Units ``(batch, heads, n, head_dim)`` in groups of consecutive units, channel by channel, and a rest."""
 
     def __init__(self, bits: int, group: int) -> None:
-        self.bits, self.group = bits, group
+        self.bits = bits
+        self.group = group
         self.packed: list[Packed] = []  # of (batch, heads, head_dim, a multiple of group) each
         self.rest: torch.Tensor | None = None  # (batch, heads, fewer than group, head_dim)
 
     def __len__(self) -> int:
-        full = sum(part.codes.shape[3] * self.group for part in self.packed)
-        return full + (0 if self.rest is None else self.rest.shape[2])
+        in_groups = sum(part.codes.shape[3] * self.group for part in self.packed)  # codes (…, groups, bytes)
+        in_rest = 0 if self.rest is None else self.rest.shape[2]
+        return in_groups + in_rest
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.num_bytes for part in self.packed) + (0 if self.rest is None else self.rest.nbytes)
+        in_groups = sum(part.num_bytes for part in self.packed)
+        in_rest = 0 if self.rest is None else self.rest.nbytes
+        return in_groups + in_rest
 
     def append(self, states: torch.Tensor) -> None:
         waiting = states if self.rest is None else torch.cat([self.rest, states], dim=2)
@@ -143,26 +165,34 @@ class ByChannel:
         self.rest = waiting[:, :, full:].clone()
 
     def read(self) -> torch.Tensor:
-        return torch.cat([*(part.numbers().transpose(2, 3) for part in self.packed), self.rest], dim=2)
+        in_groups = [part.numbers().transpose(2, 3) for part in self.packed]
+        return torch.cat([*in_groups, self.rest], dim=2)
 
     def keep(self, indices: torch.Tensor) -> None:
         kept = gather(self.read(), indices)
-        self.packed, self.rest = [], None
+        self.packed = []
+        self.rest = None
         self.append(kept)
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for part in self.packed:
             part.change(function)
-        self.rest = None if self.rest is None else function(self.rest)
+        if self.rest is not None:
+            self.rest = function(self.rest)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        parts = {f"{i}.{name}": t for i, part in enumerate(self.packed) for name, t in part.tensors().items()}
-        return parts | {"rest": self.rest}
+        held = {}
+        for i, part in enumerate(self.packed):
+            held |= {f"{i}.{name}": tensor for name, tensor in part.tensors().items()}
+        return held | {"rest": self.rest}
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.rest, count = tensors["rest"], (len(tensors) - 1) // len(PACKED)
-        parts = [{name: tensors[f"{i}.{name}"] for name in PACKED} for i in range(count)]
-        self.packed = [Packed.restored(part, self.bits) for part in parts]
+        self.rest = tensors["rest"]
+        count = (len(tensors) - 1) // len(PACKED)  # all but the rest are parts'
+        self.packed = []
+        for i in range(count):
+            part = {name: tensors[f"{i}.{name}"] for name in PACKED}
+            self.packed.append(Packed.restored(part, self.bits))
 
     def mark(self) -> tuple[int, torch.Tensor | None]:
         return len(self.packed), self.rest  # the rest may fill a group, and be rounded
@@ -171,7 +201,7 @@ class ByChannel:
         count, rest = mark
         del self.packed[count:]
         if repeats > 1:
-            self.change(lambda t: t[::repeats].clone())
+            self.change(lambda tensor: tensor[::repeats].clone())
         self.rest = rest
 
 
@@ -180,7 +210,7 @@ class QuantizedStore(UnitStore):
 
     def __init__(self, bits: int, scheme: str, group: int) -> None:
         self._kind = {"bits": bits, "scheme": scheme, "group": group}
-        self.keys = (ByToken if scheme == "token" else ByChannel)(bits, group)
+        self.keys = ByToken(bits, group) if scheme == "token" else ByChannel(bits, group)
         self.values = ByToken(bits, group)
 
     @property
@@ -210,12 +240,13 @@ class QuantizedStore(UnitStore):
         self.values.change(function)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        halves = (("keys", self.keys), ("values", self.values))
-        return {f"{half}.{name}": t for half, side in halves for name, t in side.tensors().items()}
+        keys = {f"keys.{name}": tensor for name, tensor in self.keys.tensors().items()}
+        values = {f"values.{name}": tensor for name, tensor in self.values.tensors().items()}
+        return keys | values
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        for half, side in (("keys.", self.keys), ("values.", self.values)):
-            side.restore({name.removeprefix(half): t for name, t in tensors.items() if name.startswith(half)})
+        self.keys.restore(under("keys.", tensors))
+        self.values.restore(under("values.", tensors))
 
     def mark(self) -> tuple:
         return self.keys.mark(), self.values.mark()
@@ -235,8 +266,8 @@ def quantized(bits: int = 4, scheme: str = "token", group: int = 32) -> Callable
     scheme
         ``"token"`` or ``"kivi"``.
     group
-        Numbers that share a scale: a multiple of 4 that divides the head's width, or more than that, for all of it; up
-        to 65,536.
+        How many numbers share a scale: a multiple of 4 that divides the head's width, or more than that, for all of
+        it; up to 65,536.
 
     Raises
     ------

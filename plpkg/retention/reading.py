@@ -1,4 +1,4 @@
-"""A prompt that was read, and what is kept of it: it answers questions, and outlives the process.
+"""A prompt that was read, and the units kept of it: it answers questions, and outlives the process.
 
 Reading is the dear part. :meth:`PrefillResult.ask` puts any number of questions to what was read once: decoding only
 appends units, so the cache is cut back to where it was, and no copy of it is made.
@@ -24,9 +24,17 @@ from plpkg.retention.quantize import quantized
 from plpkg.training_loop import evaluating, forget_images
 
 FILE = "reading.safetensors"
+"""The file of a folder that holds a prompt that was read."""
 
-OURS = ("input_ids", "inputs_embeds", "attention_mask", "position_ids", "past_key_values", "use_cache")
-OURS += ("cache_implementation",)
+OURS = (
+    "input_ids",
+    "inputs_embeds",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "use_cache",
+    "cache_implementation",
+)
 """Arguments of ``generate`` that follow from the cache."""
 
 
@@ -37,7 +45,7 @@ class PrefillResult:
     Attributes
     ----------
     cache
-        What is kept of it, ready for ``generate``: see :meth:`inputs`.
+        The units that are kept of it, ready for ``generate``: see :meth:`inputs`.
     logits
         ``(batch, vocab)`` after the last token.
     log
@@ -75,8 +83,13 @@ class PrefillResult:
         length = self.cache.get_seq_length() + ids.shape[-1]
         mask = torch.ones(len(ids), length, dtype=torch.long, device=ids.device)
         self.cache.expect_generate()
-        ours = {"past_key_values": self.cache, "use_cache": True, "cache_implementation": None}
-        return {"input_ids": ids, "attention_mask": mask} | ours
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "past_key_values": self.cache,
+            "use_cache": True,
+            "cache_implementation": None,  # else a model's own configuration would make another cache
+        }
 
     def ask(self, model: nn.Module, ids: torch.Tensor, **generate) -> torch.Tensor:
         """The answer to a question about what was read, which stays as it was: read once, ask many times.
@@ -115,23 +128,24 @@ class PrefillResult:
         Several samples are the same question in several rows, for which the cache is repeated while they run. Of
         several threads that ask, one waits for the other. For ``repetition_penalty`` and the like see :meth:`inputs`.
         """
-        if given := [name for name in OURS if name in generate]:
+        given = [name for name in OURS if name in generate]
+        if given:
             raise ValueError(f"ask sets {', '.join(given)} itself: give the question as ids, and nothing of the prompt")
-        config = generate.get("generation_config") or model.generation_config
         for name in ("num_beams", "num_return_sequences"):
-            count = generate.get(name) or getattr(config, name, None) or 1
+            count = _setting(name, generate, model)
             if count > 1:
                 raise ValueError(f"ask gives one answer a row, got {name}={count}: for several ask in several rows")
-        new = generate.get("max_new_tokens") or getattr(config, "max_new_tokens", None) or 1
-        with self._lent(model, ids, new - 1) as ids:  # nothing runs after the last one
-            answer = model.generate(**self.inputs(ids), **generate)
+        new_tokens = _setting("max_new_tokens", generate, model)
+        with self._lent(model, ids, new_tokens - 1) as question:  # the last new token is not read any more
+            answer = model.generate(**self.inputs(question), **generate)
+        asked = question.shape[-1]
         if isinstance(answer, torch.Tensor):
-            return answer[:, ids.shape[-1] :]
-        answer.sequences = answer.sequences[:, ids.shape[-1] :]
+            return answer[:, asked:]
+        answer.sequences = answer.sequences[:, asked:]
         return answer
 
     def score(self, model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
-        """How likely a given continuation is; what was read stays as it was.
+        """The likelihood of a given continuation; what was read stays as it was.
 
         Parameters
         ----------
@@ -148,14 +162,15 @@ class PrefillResult:
         ValueError
             As :meth:`ask`.
         """
-        with self._lent(model, ids) as ids, torch.no_grad():
-            logits = model(input_ids=ids, past_key_values=self.cache, use_cache=True).logits
-            first = self.logits.repeat_interleave(len(ids) // len(self.logits), dim=0)
-            log_p = torch.cat([first[:, None], logits[:, :-1]], dim=1).float().log_softmax(-1)
-            return log_p.gather(-1, ids[..., None])[..., 0]
+        with self._lent(model, ids) as rows, torch.no_grad():
+            logits = model(input_ids=rows, past_key_values=self.cache, use_cache=True).logits
+            copies = len(rows) // len(self.logits)
+            before = self.logits.repeat_interleave(copies, dim=0)[:, None]  # they predict the first token
+            log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (rows, n, vocab)
+            return log_p.gather(-1, rows[..., None])[..., 0]
 
     def units(self, model: nn.Module) -> tuple[int, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """What is kept, for attention that somebody else computes: a :class:`plpkg.serving.Request` goes on from it.
+        """The kept units, for attention that somebody else computes: a :class:`plpkg.serving.Request` goes on from it.
 
         Parameters
         ----------
@@ -175,41 +190,51 @@ class PrefillResult:
             As :meth:`ask`, or the model has another dtype.
         """
         self._check(model)
-        layers = [
-            layer.read() if isinstance(layer, EvictingLayer) else (layer.keys, layer.values)
-            for layer in self.cache.layers
-        ]
-        if (dtype := layers[0][0].dtype) != model.dtype:
-            raise ValueError(f"this was read in {dtype}, but {type(model).__name__} is {model.dtype}")
+        layers = []
+        for layer in self.cache.layers:
+            units = layer.read() if isinstance(layer, EvictingLayer) else (layer.keys, layer.values)
+            layers.append(units)
+        first_keys, _ = layers[0]
+        if first_keys.dtype != model.dtype:
+            raise ValueError(f"this was read in {first_keys.dtype}, but {type(model).__name__} is {model.dtype}")
         return self.cache.get_seq_length(), layers
 
     @contextmanager
     def _lent(self, model: nn.Module, ids: torch.Tensor, more: int = 0) -> Iterator[torch.Tensor]:
-        """The cache for a use with ``more`` tokens, after which it is as before; gives ids, a row for each of it."""
+        """Lend the cache to a use of these ids and ``more`` tokens, after which it is as before.
+
+        Yields
+        ------
+        torch.Tensor
+            ``(rows, n)`` the ids, in as many rows as the cache has meanwhile.
+        """
         if self._eviction.decoding:
             raise ValueError("an answer within evicting() would evict what the next question needs: ask outside it")
         self._check(model)
-        ids, batch = token_ids(ids, "ids"), len(self.logits)
+        ids = token_ids(ids, "ids")
+        batch = len(self.logits)
         if batch > 1 and len(ids) not in (1, batch):
             raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
-        copies = max(1, len(ids) // batch)
+        copies = max(1, len(ids) // batch)  # more than 1 where several questions go to one prompt
         with self._eviction.lent, evaluating(model):
             watch.check_ids(model, ids, self.cache.seen + more)
             mark = self.cache.mark()
             try:
                 if copies > 1:
                     self.cache.batch_repeat_interleave(copies)
-                yield ids.expand(max(batch, len(ids)), -1)
+                yield ids.expand(max(batch, len(ids)), -1)  # one question goes to all prompts
             finally:
                 self.cache.rewind(mark)
 
     def _check(self, model: nn.Module) -> None:
         """See that the model's weights are those that have read."""
-        read_by, (everything, backbone) = self._eviction.model, self._eviction.stamps
+        read_by = self._eviction.model
+        everything, backbone = self._eviction.stamps
         if stamp(read_by, adapters=False) != backbone:
             raise ValueError(f"the weights of {type(read_by).__name__} have changed since it read this: read it again")
         if model is not read_by:
-            actual, expected = fingerprint(model), fingerprint(read_by)
+            actual = fingerprint(model)
+            expected = fingerprint(read_by)
             if actual != expected:
                 raise ValueError(
                     f"this prompt was read by a backbone with fingerprint {expected[:12]}…, "
@@ -234,16 +259,19 @@ class PrefillResult:
             which the file names by its weights, has others since, an adapter's included.
         """
         model = self._eviction.model
-        if stamp(model) != self._eviction.stamps[0]:
+        everything, _ = self._eviction.stamps
+        if stamp(model) != everything:
             raise ValueError(f"the weights of {type(model).__name__} have changed since it read this: read it again")
-        last = self.log[-1]
-        held = len(next(iter(self.cache.evicting.values())).positions), self.cache.seen, self.cache.kept
-        if held != (len(self.logits), last.stop, last.after):
+        first_layer = next(iter(self.cache.evicting.values()))
+        last_step = self.log[-1]
+        held = (len(first_layer.positions), self.cache.seen, self.cache.kept)
+        logged = (len(self.logits), last_step.stop, last_step.after)
+        if held != logged:
             raise ValueError("the cache has gone on or was repeated since the last cut: save it before")
         state = {
             "identity": {"backbone": fingerprint(model), "dtype": str(model.dtype), "weights": digest(model)},
             "positions": self.cache.contract,
-            "store": next(iter(self.cache.evicting.values())).store.kind,
+            "store": first_layer.store.kind,
             "seen": self.cache.seen,
             "log": self.log.rows(),
             "logits": self.logits,
@@ -262,8 +290,14 @@ class PrefillResult:
             yield
 
 
+def _setting(name: str, generate: dict, model: nn.Module) -> int:
+    """An argument of ``generate``, given by itself or in a configuration; 1 where nobody says."""
+    config = generate.get("generation_config") or model.generation_config
+    return generate.get(name) or getattr(config, name, None) or 1
+
+
 def load(folder: str | Path, model: nn.Module) -> PrefillResult:
-    """What :meth:`PrefillResult.save` wrote, where the model is: it answers as before, to the bit.
+    """The prompt that :meth:`PrefillResult.save` wrote, where the model is: it answers as before, to the bit.
 
     Parameters
     ----------
@@ -286,23 +320,24 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
     """
     path = Path(folder, FILE)
     state = checkpoints.read(path, ("identity", "positions", "store", "seen", "log", "logits", "layers"))
-    said = state["identity"]
+    reader = state["identity"]
     actual = fingerprint(model)
-    if (said["backbone"], said["dtype"]) != (actual, str(model.dtype)):
+    if (reader["backbone"], reader["dtype"]) != (actual, str(model.dtype)):
         raise ValueError(
-            f"{path} was read by a backbone with fingerprint {said['backbone'][:12]}… in {said['dtype']}, but "
+            f"{path} was read by a backbone with fingerprint {reader['backbone'][:12]}… in {reader['dtype']}, but "
             f"{type(model).__name__} has {actual[:12]}… in {model.dtype}"
         )
     store = UnitStore if state["store"] is None else quantized(**state["store"])
     cache = EvictingCache(model, state["positions"], store)
-    cache.restore({name: tensor.to(model.device) for name, tensor in state["layers"].items()}, state["seen"])
-    if digest(model) != said["weights"]:
+    tensors = {name: tensor.to(model.device) for name, tensor in state["layers"].items()}
+    cache.restore(tensors, state["seen"])
+    if digest(model) != reader["weights"]:
         warnings.warn(
             f"what was read in {str(folder)!r} was made with other weights than {type(model).__name__} has: another "
             "adapter, or a change that its fingerprint does not show",
             stacklevel=2,
         )
     log = Log(ChunkStep(**row, kept=None) for row in state["log"])
-    eviction = Eviction(model, cache, None, log[-1].after, 0, log_positions=False)
+    eviction = Eviction(model, cache, scorer=None, budget=log[-1].after, stabilizers=0, log_positions=False)
     eviction.log = log
     return PrefillResult(cache, state["logits"].to(model.device), log, eviction)

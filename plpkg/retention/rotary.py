@@ -58,37 +58,49 @@ class Rotary:
         return self._turn(keys, *self._cos_sin(keys, start, back=True))
 
     def _cos_sin(self, keys: torch.Tensor, start: int, *, back: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        asked = start, keys.shape[-2], keys.dtype, keys.device
-        if not self.steady or self._last.get(back, (None,))[0] != asked:
-            positions = torch.arange(start, start + keys.shape[-2], device=keys.device)[None]
-            cos, sin = self._angles(keys, positions)  # in the keys' precision, as in the model
-            if back:
-                cos, sin = cos.float(), sin.float()
-                square = cos.square() + sin.square()  # 1, but for rounding and variants that scale (YaRN, LongRoPE)
-                cos, sin = cos / square, -sin / square
-            self._last[back] = asked, cos, sin
-        return self._last[back][1:]
+        """The cosines and sines ``(1, n, width)`` that turn these keys, or turn them back."""
+        n = keys.shape[-2]
+        asked = (start, n, keys.dtype, keys.device)
+        last_asked, cos, sin = self._last.get(back, (None, None, None))
+        if self.steady and asked == last_asked:
+            return cos, sin
+        positions = torch.arange(start, start + n, device=keys.device)[None]
+        cos, sin = self._angles(keys, positions)  # in the keys' precision, as in the model
+        if back:
+            cos = cos.float()
+            sin = sin.float()
+            square = cos.square() + sin.square()  # 1, but for rounding and variants that scale (YaRN, LongRoPE)
+            cos = cos / square
+            sin = -sin / square
+        self._last[back] = (asked, cos, sin)
+        return cos, sin
 
     def _turn(self, keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         width = cos.shape[-1]  # some models rotate a part of each head only
-        wide = keys[..., :width].to(cos.dtype)
-        # For halves the same in a quarter of the time, but for the last bit.
-        halves = self._halves and cos.dtype not in (torch.bfloat16, torch.float16)
-        turned = _turn_halves(wide, cos, sin) if halves else self._rotate(wide[:, :1], wide, cos, sin)[1]
+        part = keys[..., :width].to(cos.dtype)
+        if self._halves and cos.dtype not in (torch.bfloat16, torch.float16):
+            turned = _turn_halves(part, cos, sin)  # the same in a quarter of the time, but for the last bit
+        else:  # the model's function turns queries and keys: here one head stands in for the queries
+            turned = self._rotate(part[:, :1], part, cos, sin)[1]
         turned = turned.to(keys.dtype)
-        return turned if width == keys.shape[-1] else torch.cat([turned, keys[..., width:]], dim=-1)
+        if width == keys.shape[-1]:
+            return turned
+        return torch.cat([turned, keys[..., width:]], dim=-1)
 
     def _turns_halves(self) -> bool:
         """Whether the model's function pairs each number of a head's first half with one of the second, as Llama's."""
         with unset_fake_temporarily():  # numbers are needed, also where the cache itself is measured with fake ones
-            keys, (cos, sin) = torch.arange(8.0).view(1, 1, 2, 4), torch.arange(1.0, 17.0).view(2, 1, 2, 4)
+            keys = torch.arange(8.0).view(1, 1, 2, 4)
+            cos, sin = torch.arange(1.0, 17.0).view(2, 1, 2, 4)  # no angle's, but told apart
             expected = self._rotate(keys, keys, cos, sin)[1]
             return torch.equal(_turn_halves(keys, cos, sin), expected)
 
 
 def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """A head's halves (a, b) become (a cos − b sin, b cos + a sin)."""
-    cos, sin, half = cos[:, None], sin[:, None], keys.shape[-1] // 2
+    cos = cos[:, None]  # (1, 1, n, width): one for all heads
+    sin = sin[:, None]
+    half = keys.shape[-1] // 2
     turned = keys * cos
     turned[..., :half].addcmul_(keys[..., half:], sin[..., :half], value=-1)
     turned[..., half:].addcmul_(keys[..., :half], sin[..., half:])
@@ -96,6 +108,8 @@ def _turn_halves(keys: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> to
 
 
 _ROTATING: WeakKeyDictionary[nn.Module, tuple[Stamp, list[bool]]] = WeakKeyDictionary()
+"""For each model, whether its layers rotate, and the stamp of the weights with which this was found."""
+
 MOVED = 5
 """By how many positions two tokens are moved, to see what a layer does with it."""
 
@@ -112,25 +126,21 @@ def rotating(model: nn.Module, rotary: Rotary) -> list[bool]:
     ValueError
         A layer does something else; the message names it.
     """
-    now = stamp(model)
-    if _ROTATING.get(model, (None,))[0] != now:
-        _ROTATING[model] = now, _ask(model, rotary)
-    return _ROTATING[model][1]
+    current = stamp(model)
+    found_with, rotates = _ROTATING.get(model, (None, []))
+    if found_with != current:
+        rotates = _ask(model, rotary)
+        _ROTATING[model] = (current, rotates)
+    return rotates
 
 
 def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
     if is_fake(next(model.parameters())):  # it has no numbers: where only sizes are measured, all rotate
         return [True] * model.config.get_text_config().num_hidden_layers
-    device = torch.device("cpu" if model.device.type == "meta" else model.device)  # accelerate brings it to its weights
-    ids, keys = torch.tensor([[1, 2]], device=device), []
-    for start in (0, MOVED):
-        cache, places = DynamicCache(config=model.config), torch.arange(start, start + 2, device=device)[None]
-        with torch.no_grad(), torch.autocast(device.type, enabled=False), evaluating(model):  # it would round
-            model(input_ids=ids, position_ids=places, past_key_values=cache, use_cache=True)
-        keys.append([layer.keys for layer in cache.layers])
     found = []
-    for i, (here, there) in enumerate(zip(*keys, strict=True)):
-        near = (0.05 if here.dtype.itemsize < 4 else 1e-3) * here.float().norm()
+    for i, (here, there) in enumerate(zip(_keys_at(model, 0), _keys_at(model, MOVED), strict=True)):
+        tolerance = 0.05 if here.dtype.itemsize < 4 else 1e-3
+        near = tolerance * here.float().norm()
         still = (there - here).float().norm()
         turned = (rotary.undo(there, MOVED) - rotary.undo(here)).float().norm()
         if min(still, turned) > near:
@@ -140,3 +150,14 @@ def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
             )
         found.append(bool(turned <= still))
     return found
+
+
+def _keys_at(model: nn.Module, start: int) -> list[torch.Tensor]:
+    """Each layer's keys ``(1, num_kv_heads, 2, head_dim)`` of two tokens at ``start`` and ``start + 1``."""
+    device = torch.device("cpu" if model.device.type == "meta" else model.device)  # accelerate brings it to its weights
+    ids = torch.tensor([[1, 2]], device=device)
+    positions = torch.arange(start, start + 2, device=device)[None]
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad(), torch.autocast(device.type, enabled=False), evaluating(model):  # autocast would round
+        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+    return [layer.keys for layer in cache.layers]

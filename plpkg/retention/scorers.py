@@ -1,4 +1,4 @@
-"""What a unit is worth: the two protocols, and the methods that Locret is compared with.
+"""Scores of what a unit is worth: the two protocols, and the methods that Locret is compared with.
 
 A :class:`CausalScorer` judges a unit once, when it enters the cache, from what is known then; the score is stored.
 Then keeping the best of each chunk is keeping the best of all, whatever the chunks (theorem N.4 of Locret's paper).
@@ -26,7 +26,7 @@ from plpkg.validation import number, whole_number
 
 @dataclass
 class Scorer:
-    """What both protocols share.
+    """The base of both protocols: which units are protected, and how a scorer follows one sequence.
 
     Attributes
     ----------
@@ -92,18 +92,22 @@ class AttentionScorer(Scorer):
         raise NotImplementedError
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
-        batch, kv_heads, width = units.keys.shape[:3]
-        old = units.keys.new_zeros(batch, kv_heads, 0, dtype=torch.float32) if stored is None else stored
-        return self.rescore(units, functional.pad(old, (0, width - old.shape[-1])))
+        batch, num_kv_heads, width = units.keys.shape[:3]  # width = kept + n
+        if stored is None:
+            stored = units.keys.new_zeros(batch, num_kv_heads, 0, dtype=torch.float32)
+        zeros_for_new = (0, width - stored.shape[-1])
+        return self.rescore(units, functional.pad(stored, zeros_for_new))
 
 
 _CHECKED: WeakKeyDictionary[nn.Module, tuple[str, Stamp]] = WeakKeyDictionary()
-"""The backbone's fingerprint by model: it reads every tensor, so it is compared once, until the weights change."""
+"""For each model, the fingerprint that it was found to have, and the stamp of its weights then.
+
+A fingerprint reads every tensor: it is compared once, until the weights change."""
 
 
 @dataclass
 class Locret(CausalScorer):
-    """What trained retaining heads predict: the causal importance score (CIS) of arXiv 2410.01805.
+    """Locret (arXiv 2410.01805): the causal importance score (CIS) that trained retaining heads predict.
 
     Recency: none of its own; the prefill's stabilizers and local tail are the publication's.
     """
@@ -116,10 +120,10 @@ class Locret(CausalScorer):
             raise ValueError(
                 f"these heads are in {dtype}, {type(model).__name__} in {model.dtype}: take heads.to(model.dtype)"
             )
-        now = self.heads.config.backbone, stamp(model, adapters=False)
-        if _CHECKED.get(model) != now:
+        current = (self.heads.config.backbone, stamp(model, adapters=False))
+        if _CHECKED.get(model) != current:
             self.heads.check(model)
-            _CHECKED[model] = now
+            _CHECKED[model] = current
 
     def score(self, units: Units) -> torch.Tensor:
         return self.heads.score(units.layer, units.projected)
@@ -127,10 +131,7 @@ class Locret(CausalScorer):
 
 @dataclass
 class Static(CausalScorer):
-    """Scores that are given: ``(layers, batch, num_kv_heads, seq)``. An oracle, if they are the labels.
-
-    Recency: none.
-    """
+    """Given scores ``(layers, batch, num_kv_heads, seq)``: an oracle, if they are the labels. Recency: none."""
 
     scores: torch.Tensor
 
@@ -158,7 +159,7 @@ class Static(CausalScorer):
 
 @dataclass
 class Random(CausalScorer):
-    """A random number for each unit and head. Recency: none."""
+    """Random: a number drawn for each unit and head. Recency: none."""
 
     seed: int = 0
 
@@ -166,14 +167,14 @@ class Random(CausalScorer):
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def score(self, units: Units) -> torch.Tensor:
-        batch, kv_heads = units.keys.shape[:2]
-        drawn = torch.rand(batch, kv_heads, len(units.positions), generator=self._generator, device="cpu")
+        batch, num_kv_heads = units.keys.shape[:2]
+        drawn = torch.rand(batch, num_kv_heads, len(units.positions), generator=self._generator, device="cpu")
         return drawn.to(units.keys.device)
 
 
 @dataclass
 class SinkRecent(CausalScorer):
-    """The first four units and the latest: StreamingLLM (Xiao et al. 2023, arXiv 2309.17453).
+    """StreamingLLM (Xiao et al. 2023, arXiv 2309.17453): the first four units and the latest.
 
     Recency: none is protected; the scores themselves prefer the latest units.
     """
@@ -184,20 +185,21 @@ class SinkRecent(CausalScorer):
         return 0  # its scores are the rule, which leave room for stabilizers and spans
 
     def score(self, units: Units) -> torch.Tensor:
-        return units.positions[None, None]
+        return units.positions[None, None]  # (1, 1, n): later is better, in every head
 
 
 @dataclass
 class KeyNorm(CausalScorer):
-    """Short keys stay: attention likes them (Devoto et al. 2024, arXiv 2406.11430). Recency: none."""
+    """Key norm (Devoto et al. 2024, arXiv 2406.11430): short keys stay, as attention likes them. Recency: none."""
 
     def score(self, units: Units) -> torch.Tensor:
-        return -units.keys[..., -len(units.positions) :, :].float().norm(dim=-1)
+        new_keys = units.keys[..., -len(units.positions) :, :]
+        return -new_keys.float().norm(dim=-1)
 
 
 @dataclass
 class SirLlm(CausalScorer):
-    """Surprising tokens stay, the same in every layer and head: SirLLM (Yao et al. 2024, arXiv 2405.12528).
+    """SirLLM (Yao et al. 2024, arXiv 2405.12528): surprising tokens stay, the same in every layer and head.
 
     Recency: the last 1,000 units, as its code has it (``recent_size``), and no more than half of what the sink leaves.
     """
@@ -209,19 +211,20 @@ class SirLlm(CausalScorer):
         return min(1000, max(0, budget - self.sink) // 2)
 
     def score(self, units: Units) -> torch.Tensor:
-        return units.surprisal[:, None]
+        return units.surprisal[:, None]  # (batch, 1, n): one score for all heads
 
 
 @dataclass
 class H2O(AttentionScorer):
-    """The sum of all attention that a unit ever got: heavy hitters (Zhang et al. 2023, arXiv 2306.14048).
+    """H2O, heavy hitters (Zhang et al. 2023, arXiv 2306.14048): the sum of all attention that a unit ever got.
 
     Recency: half of what the sink leaves, as published.
 
     Attributes
     ----------
     recent_share
-        The share of the budget that is for the latest units, where ``recent`` does not say how many.
+        The share of the budget that is for the latest units, where ``recent`` does not say how many; by default the
+        publication's half.
     """
 
     recent_share: float = 0.5
@@ -234,12 +237,13 @@ class H2O(AttentionScorer):
         return int(self.recent_share * max(0, budget - self.sink))
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
+        # Of (batch, num_kv_heads, group, rows, kept + n): the sum over the group's query heads and the new queries.
         return stored + sum(paid.sum(dim=(2, 3)) for paid in units.probabilities())
 
 
 @dataclass
 class SnapKv(AttentionScorer):
-    """The attention of the latest queries, pooled over neighbours: SnapKV (Li et al. 2024, arXiv 2404.14469).
+    """SnapKV (Li et al. 2024, arXiv 2404.14469): the latest queries' attention, pooled over neighbours.
 
     Recency: the window's own units, and no more than half of what the sink leaves.
 
@@ -265,10 +269,12 @@ class SnapKv(AttentionScorer):
         return min(self.window, max(0, budget - self.sink) // 2)
 
     def rescore(self, units: Units, stored: torch.Tensor) -> torch.Tensor:
-        first = max(0, len(units.positions) - self.window)
-        paid = sum(part.sum(dim=3).mean(dim=2) for part in units.probabilities(first))
-        prefix = paid.shape[-1] - (len(units.positions) - first)  # the window stands behind it
-        if not prefix:
+        n = len(units.positions)
+        window = min(self.window, n)
+        # The sum over the window's queries, the mean over the group's query heads: (batch, num_kv_heads, kept + n).
+        paid = sum(part.sum(dim=3).mean(dim=2) for part in units.probabilities(n - window))
+        before_window = paid.shape[-1] - window
+        if not before_window:
             return paid
-        pooled = functional.avg_pool1d(paid[..., :prefix], self.kernel, stride=1, padding=self.kernel // 2)
-        return torch.cat([pooled, paid[..., prefix:]], dim=-1)
+        pooled = functional.avg_pool1d(paid[..., :before_window], self.kernel, stride=1, padding=self.kernel // 2)
+        return torch.cat([pooled, paid[..., before_window:]], dim=-1)

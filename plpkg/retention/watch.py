@@ -1,4 +1,4 @@
-"""What a stock model's attention layers compute, shown to a scorer while the model runs.
+"""A stock model's attention layers at work, shown to a scorer while the model runs.
 
 Forward hooks on the query, key and value projections give the states before rotary positions; a wrapper around the
 model's own attention function (registered with transformers under another name) gives those after, and what the
@@ -29,10 +29,10 @@ from plpkg.inputs import Ids, token_ids
 from plpkg.projections import PROJECTIONS
 
 KNOWN = ("s_aux", "attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Tensors that an attention function is given, and that change nothing which is not known here."""
+"""Tensor arguments of an attention function that are accounted for here; any other may change the attention."""
 
 LEARNT = ("wpe", "embed_positions", "position_embeddings")
-"""What tables of learnt positions are called; there are no positions beyond one."""
+"""Names of the embeddings that are tables of learnt positions; a model has no positions beyond its table."""
 
 LOGITS = 2**24
 """Attention logits in memory at a time: 64 MiB in float32."""
@@ -57,16 +57,16 @@ class Units:
     keys, values
         ``(batch, num_kv_heads, kept + n, head_dim)``: what the new units attend to, themselves included, rotated.
     scaling, softcap, sinks
-        What made the attention logits: ``softcap`` is Gemma-2's, ``sinks`` gpt-oss's, a logit ``(num_heads,)`` of
-        nobody that takes its part of the softmax; else ``None``.
+        Numbers that make the attention logits: ``softcap`` is Gemma-2's, ``sinks`` gpt-oss's, a logit ``(num_heads,)``
+        of nobody that takes its part of the softmax; else ``None``.
     unknown
-        What else the attention was given: other tensors by their names, or a mask that the layer has made.
+        Other tensors that the attention was given, by their names, or a mask that the layer has made.
     surprisal
         ``(batch, n)``, ``-log p`` of each token in nats, where a scorer asked for it.
     module
         The attention module.
     inputs
-        What it was called with, by name: ``hidden_states`` ``(batch, n, hidden)``, ``position_embeddings`` and others.
+        Its arguments, by name: ``hidden_states`` ``(batch, n, hidden)``, ``position_embeddings`` and others.
     """
 
     layer: int
@@ -100,25 +100,29 @@ class Units:
             )
         batch, num_heads, n, _ = self.query.shape
         num_kv_heads, width = self.keys.shape[1:3]
-        keys = self.keys.float()[:, :, None].transpose(-1, -2)  # (batch, kv_heads, 1, head_dim, kept + n)
+        kept = width - n
+        keys = self.keys.float()[:, :, None].transpose(-1, -2)  # (batch, num_kv_heads, 1, head_dim, kept + n)
         rows = max(1, LOGITS // (batch * num_heads * width))
         column = torch.arange(width, device=keys.device)
         for start in range(first, n, rows):
             query = self.query[:, :, start : start + rows].float()
-            logits = query.unflatten(1, (num_kv_heads, -1)) @ keys * self.scaling
+            grouped = query.unflatten(1, (num_kv_heads, -1))  # (batch, num_kv_heads, group, rows, head_dim)
+            logits = grouped @ keys * self.scaling
             if self.softcap is not None:
                 logits = self.softcap * torch.tanh(logits / self.softcap)
             row = torch.arange(start, start + query.shape[2], device=keys.device)[:, None]
-            yield logits.masked_fill(column > width - n + row, float("-inf"))
+            later = column > kept + row  # the new unit of a row stands in column kept + row
+            yield logits.masked_fill(later, float("-inf"))
 
     def probabilities(self, first: int = 0) -> Iterator[torch.Tensor]:
-        """What the attention makes of :meth:`logits`, in the same shape: their softmax, without a sink's part."""
+        """The softmax of :meth:`logits`, in the same shape, without a sink's part."""
         for logits in self.logits(first):
             if self.sinks is None:
                 yield logits.softmax(-1)
-                continue
-            sinks = self.sinks.float().reshape(1, logits.shape[1], -1, 1, 1).expand(*logits.shape[:-1], 1)
-            yield torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
+            else:
+                by_group = self.sinks.float().reshape(1, logits.shape[1], -1, 1, 1)  # (1, num_kv_heads, group, 1, 1)
+                sinks = by_group.expand(*logits.shape[:-1], 1)
+                yield torch.cat([logits, sinks], dim=-1).softmax(-1)[..., :-1]
 
 
 @dataclass
@@ -136,7 +140,7 @@ class Layer:
     value_dim
         The width of a value, which is seldom another than a key's.
     width
-        What the projections give, side by side.
+        The width of the projections' outputs, side by side.
     interleaved
         Whether the fused one gives each head's query, key and value together: GPT-NeoX's, and one kind of GPTBigCode's.
     """
@@ -151,10 +155,11 @@ class Layer:
     interleaved: bool
 
     def side_by_side(self, output: torch.Tensor) -> torch.Tensor:
-        """What a projection gave, ``(batch, n, width)``: all heads' queries, then keys, then values."""
+        """A projection's output ``(batch, n, width)`` with all heads' queries first, then keys, then values."""
         if not self.interleaved:
             return output
-        return output.unflatten(-1, (self.num_heads, 3, self.head_dim)).transpose(-3, -2).flatten(-3)
+        by_head = output.unflatten(-1, (self.num_heads, 3, self.head_dim))
+        return by_head.transpose(-3, -2).flatten(-3)
 
 
 def attention_layers(model: nn.Module) -> list[Layer]:
@@ -165,22 +170,14 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     ValueError
         Not a Hugging Face decoder with one query, key and value projection a layer.
     """
-    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        kind = model.active_peft_config.peft_type.value
-        raise ValueError(
-            f"{type(model).__name__} puts virtual tokens before the prompt ({kind}), which have no ids: take an "
-            "adapter of the layers"
-        )
-    layers = {}
+    _refuse_virtual_tokens(model)
+    layers: dict[int, Layer] = {}
     for module in model.modules():
-        if not hasattr(module, "layer_idx"):
-            continue
-        children = dict(module.named_children())
-        names = next((names for names in PROJECTIONS if children.keys() >= set(names)), None)
+        names = _projection_names(module)
         if names is None:
             continue
         kind = type(module).__name__
-        if not any("ALL_ATTENTION_FUNCTIONS" in vars(sys.modules[each.__module__]) for each in type(module).__mro__):
+        if not _uses_interface(module):
             raise ValueError(f"{kind} computes its attention past transformers' interface: it cannot be watched")
         if not hasattr(module, "config"):  # linear attention
             continue
@@ -191,7 +188,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
                 f"layer {module.layer_idx} of {type(model).__name__} attends to something else than its own text so "
                 f"far ({kind}): plpkg.retention reads with decoders alone"
             )
-        projections = tuple(children[name] for name in names)
+        projections = tuple(getattr(module, name) for name in names)
         interleaved = names == ("query_key_value",) or getattr(module, "multi_query", None) is False
         layers[module.layer_idx] = Layer(module, projections, *_sizes(module, projections), interleaved)
     count = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", -1)
@@ -203,26 +200,67 @@ def attention_layers(model: nn.Module) -> list[Layer]:
     return [layers[i] for i in range(count)]
 
 
+def _refuse_virtual_tokens(model: nn.Module) -> None:
+    """ValueError if a PEFT adapter of the model is a learnt prompt."""
+    adapter = getattr(model, "active_peft_config", None)
+    if getattr(adapter, "is_prompt_learning", False):
+        raise ValueError(
+            f"{type(model).__name__} puts virtual tokens before the prompt ({adapter.peft_type.value}), which have no "
+            "ids: take an adapter of the layers"
+        )
+
+
+def _projection_names(module: nn.Module) -> tuple[str, ...] | None:
+    """The names of an attention module's query, key and value projections; ``None`` for other modules."""
+    if not hasattr(module, "layer_idx"):
+        return None
+    children = {name for name, _ in module.named_children()}
+    for names in PROJECTIONS:
+        if children.issuperset(names):
+            return names
+    return None
+
+
+def _uses_interface(module: nn.Module) -> bool:
+    """Whether the file of the module's class, or of a class above it, has transformers' attention functions."""
+    files = [sys.modules[each.__module__] for each in type(module).__mro__]
+    return any("ALL_ATTENTION_FUNCTIONS" in vars(file) for file in files)
+
+
 def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, int, int, int, int]:
     """``num_heads``, ``num_kv_heads``, ``head_dim``, ``value_dim`` and ``width`` of a :class:`Layer`.
 
-    Configurations do not always say how many KV heads there are, or say it of other layers: what the projections give
-    decides, if they are linear layers, or adapters around them, which tell.
+    Configurations do not always say how many KV heads there are, or say it of other layers: the widths of the
+    projections decide, if they are linear layers, or adapters around them, which tell.
     """
-    heads = module.config.num_attention_heads
-    dim = getattr(module, "head_dim", None) or module.config.hidden_size // heads
-    bases = [getattr(projection, "get_base_layer", lambda each=projection: each)() for projection in projections]
-    widths = [base.nf if isinstance(base, Conv1D) else getattr(base, "out_features", None) for base in bases]
+    num_heads = module.config.num_attention_heads
+    head_dim = getattr(module, "head_dim", None) or module.config.hidden_size // num_heads
+    widths = [_output_width(projection) for projection in projections]
     if None in widths:
-        kv_heads = getattr(module.config, "num_key_value_heads", None) or heads
-        return heads, kv_heads, dim, dim, (heads + 2 * kv_heads) * dim
-    key, value = widths[1:] or [(widths[0] - heads * dim) // 2] * 2
-    return heads, key // dim, dim, value * dim // key, sum(widths)
+        num_kv_heads = getattr(module.config, "num_key_value_heads", None) or num_heads
+        width = (num_heads + 2 * num_kv_heads) * head_dim
+        return num_heads, num_kv_heads, head_dim, head_dim, width
+    if len(widths) == 1:  # fused: the queries leave equal parts to keys and values
+        key_width = value_width = (widths[0] - num_heads * head_dim) // 2
+    else:
+        _, key_width, value_width = widths
+    value_dim = value_width * head_dim // key_width
+    return num_heads, key_width // head_dim, head_dim, value_dim, sum(widths)
+
+
+def _output_width(projection: nn.Module) -> int | None:
+    """The width of a linear layer's output, an adapter around it or not; ``None`` if it does not tell."""
+    if hasattr(projection, "get_base_layer"):
+        projection = projection.get_base_layer()
+    if isinstance(projection, Conv1D):
+        return projection.nf
+    return getattr(projection, "out_features", None)
 
 
 def check(model: nn.Module) -> None:
     """ValueError if the model is no language model whose layers can be watched."""
-    if getattr(model, "get_output_embeddings", lambda: None)() is None:
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    if head is None:
         raise ValueError(f"{type(model).__name__} has no head for a language: give the causal language model itself")
     attention_layers(model)
     _wrapper_of(model.config._attn_implementation.removeprefix(PREFIX))
@@ -230,29 +268,43 @@ def check(model: nn.Module) -> None:
 
 def check_ids(model: nn.Module, ids: Ids, before: int = 0) -> torch.Tensor:
     """Tokens as ``(batch, n)``; ValueError unless the model can read them after so many others."""
-    name, ids = type(model).__name__, token_ids(ids)
+    name = type(model).__name__
+    ids = token_ids(ids)
     vocab = getattr(model.get_input_embeddings(), "num_embeddings", None)
-    if vocab and not is_fake(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
+    numbered = vocab and not is_fake(ids)  # fake ids have no numbers that could be out of range
+    if numbered and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise ValueError(f"input_ids must be within the {vocab} tokens of {name}, got {ids.min()} to {ids.max()}")
+    tokens = before + ids.shape[-1]
     for path, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and path.rpartition(".")[2] in LEARNT:
-            first = 0 if module.padding_idx is None else module.padding_idx + 1  # RoBERTa's
-            longest = module.num_embeddings - getattr(module, "offset", first)
-            if before + ids.shape[-1] > longest:
-                raise ValueError(f"{name} has {longest} learnt positions, got {before + ids.shape[-1]} tokens")
+        if not isinstance(module, nn.Embedding) or path.rpartition(".")[2] not in LEARNT:
+            continue
+        longest = _learnt_positions(module)
+        if tokens > longest:
+            raise ValueError(f"{name} has {longest} learnt positions, got {tokens} tokens")
     return ids
+
+
+def _learnt_positions(table: nn.Embedding) -> int:
+    """The number of positions that a table has for tokens: some families leave its first rows unused."""
+    if hasattr(table, "offset"):
+        return table.num_embeddings - table.offset
+    if table.padding_idx is not None:  # RoBERTa's begin behind the padding's row
+        return table.num_embeddings - (table.padding_idx + 1)
+    return table.num_embeddings
 
 
 @dataclass
 class Watch:
-    """What is shown to whom while :func:`watching`.
+    """The forward pass that runs while :func:`watching`, and whom its units are shown to.
 
     Attributes
     ----------
     show
         Called with each layer's :class:`Units`, before its attention is computed.
     positions, ids
-        The tokens that run now: the driver sets them before each forward pass.
+        The tokens that run now, ``(n,)`` and ``(batch, n)``: the driver sets them before each forward pass.
+    projected, inputs
+        By layer, until its attention is computed: the outputs of its projections, and what the module was called with.
     """
 
     show: Callable[[Units], None]
@@ -262,11 +314,55 @@ class Watch:
     inputs: dict[int, dict] = field(default_factory=dict)
 
     def keys_of(self, number: int, layer: Layer) -> torch.Tensor:
-        """What a layer's key projection has just given: ``(batch, num_kv_heads, n, head_dim)``."""
-        outputs, width = self.projected[number], layer.num_kv_heads * layer.head_dim
-        first = layer.num_heads * layer.head_dim
-        keys = outputs[1] if len(outputs) == 3 else outputs[0][..., first : first + width]
+        """The keys that a layer has just projected: ``(batch, num_kv_heads, n, head_dim)``."""
+        outputs = self.projected[number]
+        if len(outputs) == 3:
+            keys = outputs[1]
+        else:  # of a fused projection, the columns behind the queries'
+            first = layer.num_heads * layer.head_dim
+            width = layer.num_kv_heads * layer.head_dim
+            keys = outputs[0][..., first : first + width]
         return keys.unflatten(-1, (layer.num_kv_heads, layer.head_dim)).transpose(1, 2)
+
+    def units(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        mask: torch.Tensor | None,
+        options: dict,
+    ) -> Units:
+        """The units of a module whose attention function has just been called with these arguments.
+
+        Raises
+        ------
+        ValueError
+            The module has called its attention function before in this forward pass.
+        """
+        layer = module.layer_idx
+        if layer not in self.projected:
+            raise ValueError(f"{type(module).__name__} calls its attention more than once: it cannot be watched")
+        inputs = self.inputs.pop(layer)
+        tensors = [name for name, value in options.items() if isinstance(value, torch.Tensor)]
+        unknown = [name for name in tensors if name not in KNOWN]
+        if mask is not inputs.get("attention_mask", mask):
+            unknown.append("a mask of its own")
+        return Units(
+            layer=layer,
+            positions=self.positions,
+            ids=self.ids,
+            projected=torch.cat(self.projected.pop(layer), dim=-1),
+            query=query,
+            keys=keys,
+            values=values,
+            scaling=options.get("scaling") or query.shape[-1] ** -0.5,
+            softcap=options.get("softcap"),
+            sinks=options.get("s_aux"),
+            unknown=unknown,
+            module=module,
+            inputs=inputs,
+        )
 
     def attended(self, units: Units, mask: torch.Tensor | None) -> tuple:
         """Show a layer's units; the keys, values and mask that its attention uses: here the model's own."""
@@ -282,10 +378,12 @@ def now() -> Watch | None:
     return getattr(_NOW, "watch", None)
 
 
-_LOCK, _WATCHED = threading.Lock(), WeakKeyDictionary()
-"""How many watch each model, whose attention is wrapped until the last of them has gone."""
+_LOCK = threading.Lock()
+_WATCHED = WeakKeyDictionary()
+"""The number of those who watch each model, whose attention is wrapped until the last of them has gone."""
 
 PREFIX = "plpkg_watched_"
+"""The wrapper of an attention function has that function's name, behind this prefix."""
 
 
 @contextmanager
@@ -311,29 +409,28 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
         if now() is watch:
             _NOW.watch = None
 
-    def projected(number: int, output: torch.Tensor) -> None:
+    def projected(number: int, _module, _args, output: torch.Tensor) -> None:
         if now() is watch:
-            watch.projected.setdefault(number, []).append(layers[number].side_by_side(output))
+            outputs = watch.projected.setdefault(number, [])
+            outputs.append(layers[number].side_by_side(output))
 
     def called(number: int, _module, args: tuple, kwargs=MappingProxyType({})) -> None:
         if now() is watch:
             watch.inputs[number] = _named(args) | {**kwargs}
 
     # PEFT's generate calls the model inside its wrapper.
-    inner = getattr(model, "get_base_model", lambda: model)()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
     hooks = [
         inner.register_forward_pre_hook(begin, with_kwargs=True),
         inner.register_forward_hook(end, always_call=True),
     ]
     for i, layer in enumerate(layers):
-        hooks += [
-            projection.register_forward_hook(lambda _module, _args, output, i=i: projected(i, output))
-            for projection in layer.projections
-        ]
+        hooks += [projection.register_forward_hook(partial(projected, i)) for projection in layer.projections]
         hooks.append(layer.module.register_forward_pre_hook(partial(called, i), with_kwargs=True))
-    configs = {id(c): c for c in (model.config, *(layer.module.config for layer in layers))}.values()
+    configs = [model.config] + [layer.module.config for layer in layers]
+    once_each = {id(config): config for config in configs}  # most layers share one
     try:
-        with _wrapped(inner, configs):
+        with _wrapped(inner, once_each.values()):
             yield watch
     finally:
         for hook in hooks:
@@ -366,40 +463,20 @@ def _wrapper_of(base: str) -> str:
     if base not in ("eager", "sdpa"):
         raise ValueError(f"attention must be 'eager' or 'sdpa' to be watched, got {base!r}")
     name = PREFIX + base
-    if name not in ALL_ATTENTION_FUNCTIONS:
+    if name in ALL_ATTENTION_FUNCTIONS:
+        return name
 
-        def attention(module, query, key, value, attention_mask, dropout=0.0, **options):
-            attend = ALL_ATTENTION_FUNCTIONS[base] if base != "eager" else _eager(module)
-            watch = now()
-            if watch is not None and module.layer_idx not in watch.projected:
-                raise ValueError(f"{type(module).__name__} calls its attention more than once: it cannot be watched")
-            if watch is None:
-                return attend(module, query, key, value, attention_mask, dropout=dropout, **options)
-            inputs = watch.inputs.pop(module.layer_idx)
-            unknown = [n for n, v in options.items() if isinstance(v, torch.Tensor) and n not in KNOWN]
-            if attention_mask is not inputs.get("attention_mask", attention_mask):
-                unknown.append("a mask of its own")
-            units = Units(
-                layer=module.layer_idx,
-                positions=watch.positions,
-                ids=watch.ids,
-                projected=torch.cat(watch.projected.pop(module.layer_idx), dim=-1),
-                query=query,
-                keys=key,
-                values=value,
-                scaling=options.get("scaling") or query.shape[-1] ** -0.5,
-                softcap=options.get("softcap"),
-                sinks=options.get("s_aux"),
-                unknown=unknown,
-                module=module,
-                inputs=inputs,
-            )
-            attended = watch.attended(units, attention_mask)
+    def attention(module, query, key, value, attention_mask, dropout=0.0, **options):
+        attend = _attention_function(base, module)
+        watch = now()
+        if watch is not None:
+            units = watch.units(module, query, key, value, attention_mask, options)
+            key, value, attention_mask = watch.attended(units, attention_mask)
             watch.projected.pop(module.layer_idx, None)  # a scorer may have asked the module's projections again
-            return attend(module, query, *attended, dropout=dropout, **options)
+        return attend(module, query, key, value, attention_mask, dropout=dropout, **options)
 
-        AttentionInterface.register(name, attention)
-        AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[base])
     return name
 
 
@@ -408,6 +485,8 @@ def _named(args: tuple) -> dict:
     return {"hidden_states": args[0]} if args else {}
 
 
-def _eager(module: nn.Module) -> Callable:
-    """The attention function that the module's own file defines."""
-    return sys.modules[type(module).__module__].eager_attention_forward
+def _attention_function(base: str, module: nn.Module) -> Callable:
+    """The model's own attention: transformers has one for all models, but each file defines its eager one itself."""
+    if base == "eager":
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[base]

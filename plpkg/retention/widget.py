@@ -15,7 +15,9 @@ from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE, Pairs, pairs_in
 from plpkg.show import theme
 from plpkg.show.explorer import Explorer
 
-LENGTH, CHUNK, PROMPTS = 96, 16, 64
+LENGTH = 96  # tokens of noise and pairs in a prompt, behind its start
+CHUNK = 16
+PROMPTS = 64
 SCORERS = ("Locret", "oracle", "SnapKV", "H2O", "SirLLM", "random", "sink + recent", "key norm")
 
 
@@ -26,7 +28,7 @@ class Kept:
     Attributes
     ----------
     scorer, budget, stabilizers
-        What was chosen; as many ``stabilizers`` as fit in the budget.
+        The settings that were chosen; as many ``stabilizers`` as fit in the budget.
     log
         The log of the prefill.
     right
@@ -54,14 +56,16 @@ def example() -> Pairs:
 
 @cache
 def _shipped():
+    """The model that finds pairs, and its heads."""
     model, heads = tiny.shipped("pairs")
     return model, heads["pairs"]
 
 
 def _scorer(name: str):
     model, heads = _shipped()
-    ids, prompt_len = tiny.packed(example().ids), example().prompt.shape[1]
-    return {
+    ids = tiny.packed(example().ids)
+    prompt_len = example().prompt.shape[1]
+    makers = {
         "Locret": lambda: scorers.Locret(heads),
         "oracle": lambda: scorers.Static(cis_labels(model, ids, prompt_len)),
         "SnapKV": scorers.SnapKv,
@@ -70,20 +74,31 @@ def _scorer(name: str):
         "random": scorers.Random,
         "sink + recent": lambda: scorers.SinkRecent(sink=1),
         "key norm": scorers.KeyNorm,
-    }[name]()
+    }
+    return makers[name]()
 
 
 @torch.no_grad()
 def compute(scorer: str, budget: int, stabilizers: int) -> Kept:
     """Read the prompts, and ask for every value."""
-    model, task = _shipped()[0], example()
+    model, _ = _shipped()
+    task = example()
     chosen = _scorer(scorer)
     stabilizers = min(stabilizers, budget - max(1, chosen.sink))
-    ids, prompt_len = tiny.packed(task.ids), task.prompt.shape[1]
+    ids = tiny.packed(task.ids)
+    prompt_len = task.prompt.shape[1]
     read = chunked_prefill(model, ids[:, :prompt_len], chosen, budget, CHUNK, stabilizers, log_positions=True)
     logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
-    right, asked = task.right(logits), task.answer[0, 2::2].numel()
-    return Kept(scorer, budget, stabilizers, read.log, int(right[0]), right.double().mean().item(), asked)
+    right = task.right(logits)
+    return Kept(
+        scorer=scorer,
+        budget=budget,
+        stabilizers=stabilizers,
+        log=read.log,
+        right=int(right[0]),
+        mean=right.double().mean().item(),
+        asked=task.answer[0, 2::2].numel(),
+    )
 
 
 def read_out(kept: Kept) -> str:
@@ -96,26 +111,26 @@ def read_out(kept: Kept) -> str:
 
 
 def draw(kept: Kept, ax):
-    """What every head of both layers kept, above the places of the pairs."""
-    by_layer = kept.log[-1].kept[:, 0]  # (layers, kv_heads, kept)
+    """The units that every head of both layers kept, above the places of the pairs."""
+    by_layer = kept.log[-1].kept[:, 0]  # (layers, num_kv_heads, kept)
     prompt = example().prompt[0].numpy()
-    values = np.flatnonzero(np.roll((prompt >= FIRST_KEY) & (prompt < FIRST_VALUE), 1))
+    is_key = (prompt >= FIRST_KEY) & (prompt < FIRST_VALUE)
+    values = np.flatnonzero(np.roll(is_key, 1))  # a value stands behind its key
     colour = plots.STYLES[kept.scorer]["color"]
     for value in values:
         ax.axvspan(value - 0.5, value + 0.5, color="0.85")
     names = []
+    counts = []
     for layer, heads in enumerate(by_layer):
         for head, units in enumerate(heads):
             ax.plot(units, np.full(len(units), len(names)), "s", ms=4, color=colour)
             names.append(f"layer {layer}, KV head {head}")
+            counts.append(len(set(values) & set(units.tolist())))
     ax.set_yticks(range(len(names)), names)
     ax.set(xlim=(-1, LENGTH + 1), ylim=(len(names) - 0.5, -0.5), xlabel="position (grey: the values)")
     ax.grid(False)
     ax.set_title(f"{kept.right} of {kept.asked} found here, {kept.mean:.1f} on average")
-    held = {
-        name: len(set(values) & set(units.tolist())) for name, units in zip(names, by_layer.flatten(0, 1), strict=True)
-    }
-    said = ", ".join(f"{name} {count}" for name, count in held.items())
+    said = ", ".join(f"{name} {count}" for name, count in zip(names, counts, strict=True))
     return theme.describe(ax, f"The units that each KV head kept; of the {len(values)} values: {said}.")
 
 

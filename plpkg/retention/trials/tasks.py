@@ -11,8 +11,14 @@ import torch
 
 from plpkg.validation import one_of, whole_number
 
-BOS, QUERY, BLANK, NUM_KEYS, VOCAB = 0, 1, 2, 32, 128
-FIRST_KEY, FIRST_VALUE = 3, 3 + NUM_KEYS
+# The alphabet of both tasks: three signs, then the keys, then the values, which noise is of as well.
+BOS = 0
+QUERY = 1
+BLANK = 2
+FIRST_KEY = 3
+NUM_KEYS = 32
+FIRST_VALUE = FIRST_KEY + NUM_KEYS
+VOCAB = 128
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Pairs:
 
     def right(self, logits: torch.Tensor) -> torch.Tensor:
         """``(batch,)``: the right values of ``(batch, answer, vocab)``, the logits after each token of the answer."""
-        return (logits[:, 1::2].argmax(-1) == self.answer[:, 2::2]).sum(1)
+        predicted = logits[:, 1::2].argmax(-1)  # after each key, (batch, pairs)
+        return (predicted == self.answer[:, 2::2]).sum(1)
 
     def accuracy(self, logits: torch.Tensor) -> float:
         """The share of all values that these logits get right."""
@@ -88,9 +95,15 @@ def pairs_in_noise(batch: int, length: int, *, pairs: int = 6, seed: int = 0) ->
     at = chosen(length - pairs).sort(dim=1).values + torch.arange(pairs)
     context.scatter_(1, at, keys).scatter_(1, at + 1, values)
     order = torch.rand(batch, pairs, generator=generator).argsort(dim=1)
-    asked = torch.stack([keys.gather(1, order), values.gather(1, order)], dim=-1).flatten(1)
-    start, query = torch.full((batch, 1), BOS), torch.full((batch, 1), QUERY)
+    asked = _interleaved(keys.gather(1, order), values.gather(1, order))
+    start = torch.full((batch, 1), BOS)
+    query = torch.full((batch, 1), QUERY)
     return Pairs(torch.cat([start, context], dim=1), torch.cat([query, asked], dim=1))
+
+
+def _interleaved(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Keys and values ``(batch, pairs)`` as ``(batch, 2 · pairs)``: each key, then its value."""
+    return torch.stack([keys, values], dim=-1).flatten(1)
 
 
 @dataclass(frozen=True)
@@ -104,7 +117,7 @@ class Lookup:
     answer
         ``(batch, 2)`` ids: ``QUERY`` and the key, or ``BLANK`` if it is asked first only.
     values
-        ``(batch,)``: what is to follow.
+        ``(batch,)`` ids: the values that are to follow.
     """
 
     prompt: torch.Tensor
@@ -118,11 +131,12 @@ class Lookup:
 
     def accuracy(self, logits: torch.Tensor) -> float:
         """The share of values that ``(batch, answer, vocab)``, the logits after each token of the answer, get right."""
-        return (logits[:, -1].argmax(-1) == self.values).float().mean().item()
+        predicted = logits[:, -1].argmax(-1)
+        return (predicted == self.values).float().mean().item()
 
 
 QUESTION = {"last": 0, "first": 2, "both": 2}
-"""Where a lookup's question stands, and how many tokens that puts before the pairs."""
+"""The places where a lookup's question can stand, and how many tokens each puts before the pairs."""
 
 
 def lookup(batch: int, pairs: int = 16, *, question: str = "last", seed: int = 0) -> Lookup:
@@ -150,6 +164,6 @@ def lookup(batch: int, pairs: int = 16, *, question: str = "last", seed: int = 0
     start, query, blank = (torch.full((batch, 1), token) for token in (BOS, QUERY, BLANK))
     key = keys.gather(1, asked)
     before = [] if question == "last" else [query, key]
-    prompt = torch.cat([start, *before, torch.stack([keys, values], dim=-1).flatten(1)], dim=1)
-    answer = torch.cat([query, blank if question == "first" else key], dim=1)
-    return Lookup(prompt, answer, values.gather(1, asked)[:, 0])
+    prompt = torch.cat([start, *before, _interleaved(keys, values)], dim=1)
+    end = blank if question == "first" else key
+    return Lookup(prompt, torch.cat([query, end], dim=1), values.gather(1, asked)[:, 0])

@@ -65,10 +65,13 @@ def perplexity(
     budget, chunk_size, **options
         The arguments of :func:`plpkg.retention.chunked_prefill`.
     """
-    nats, tokens = 0.0, 0
+    nats = 0.0
+    tokens = 0
     for prompt, answer in examples:
         if scorer is None:
-            logits = model(torch.cat([prompt, answer], dim=1), use_cache=False).logits[:, prompt.shape[1] - 1 : -1]
+            whole = torch.cat([prompt, answer], dim=1)
+            first = prompt.shape[1] - 1  # the prompt's last token predicts the answer's first
+            logits = model(whole, use_cache=False).logits[:, first:-1]
         else:
             read = chunked_prefill(model, prompt, scorer, budget, chunk_size, **options)
             logits = read.logits[:, None]

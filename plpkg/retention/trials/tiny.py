@@ -33,7 +33,8 @@ class PairEmbedding(nn.Module):
     def __init__(self, vocab: int, hidden: int) -> None:
         super().__init__()
         self.vocab = vocab
-        self.token, self.previous = nn.Embedding(vocab, hidden), nn.Embedding(vocab, hidden)
+        self.token = nn.Embedding(vocab, hidden)
+        self.previous = nn.Embedding(vocab, hidden)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         return self.token(ids % self.vocab) + self.previous(ids // self.vocab)
@@ -41,7 +42,8 @@ class PairEmbedding(nn.Module):
 
 def packed(ids: torch.Tensor, vocab: int = VOCAB) -> torch.Tensor:
     """Ids with their predecessors in them; before the first stands token 0."""
-    return ids + vocab * functional.pad(ids[:, :-1], (1, 0))
+    previous = functional.pad(ids[:, :-1], (1, 0))
+    return ids + vocab * previous
 
 
 def untrained(*, num_layers: int = 2, vocab: int = VOCAB, seed: int = 0):
@@ -97,14 +99,18 @@ def train(
     progress
         Show a bar.
     """
-    model, draw = untrained(seed=seed), random.Random(seed)
+    model = untrained(seed=seed)
+    draw = random.Random(seed)
 
     def loss(step: int) -> torch.Tensor:
-        length = draw.randint(SHORTEST, min(longest, SHORTEST + 8 + 2 * (longest - SHORTEST) * step // steps))
-        batch = min(64, tokens // (length + 2 + 2 * pairs))
+        # From nearly the shortest noise at first to the longest at half the steps, and on to the end.
+        longest_now = min(longest, SHORTEST + 8 + 2 * (longest - SHORTEST) * step // steps)
+        length = draw.randint(SHORTEST, longest_now)
+        batch = min(64, tokens // (length + 2 + 2 * pairs))  # a start and a query, and the answer's pairs
         task = pairs_in_noise(batch, length, pairs=pairs, seed=(seed + 1) * 1_000_003 + step)
         logits = model(packed(task.ids), use_cache=False).logits[:, task.prompt.shape[1] :]
-        return functional.cross_entropy(logits[:, 1::2].flatten(0, 1), task.answer[:, 2::2].flatten())
+        after_keys = logits[:, 1::2]  # (batch, pairs, vocab)
+        return functional.cross_entropy(after_keys.flatten(0, 1), task.answer[:, 2::2].flatten())
 
     return fit(model, list(model.parameters()), loss, steps, lr, progress)
 
@@ -123,7 +129,9 @@ def fit(
         return nats.item()
 
     def rate(step: int) -> float:
-        return lr * min((step + 1) / 50, 0.5 + 0.5 * math.cos(math.pi * step / steps))
+        warm_up = (step + 1) / 50
+        cosine = 0.5 + 0.5 * math.cos(math.pi * step / steps)
+        return lr * min(warm_up, cosine)
 
     model.train()
     for _, nats in learn(bar, gradient, [optimizer], rate):
@@ -133,11 +141,11 @@ def fit(
 
 def save(path: Path, model, heads: dict[str, RetainingHeads]) -> None:
     """Write a model of this module with heads of width 64 by name, in one file, whole or not at all."""
-    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
-    for kind, trained in heads.items():
-        state |= {f"{kind}.{name}": tensor for name, tensor in trained.state_dict().items()}
+    state = {}
+    for kind, module in {"model": model, **heads}.items():
+        state |= {f"{kind}.{name}": tensor.contiguous() for name, tensor in module.state_dict().items()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(path, lambda partial: save_file({n: t.contiguous() for n, t in state.items()}, partial))
+    replace_file(path, lambda partial: save_file(state, partial))
 
 
 def shipped(name: str):
@@ -184,7 +192,8 @@ def examples(draw: Callable[[int], Pairs | Lookup], count: int, *, seed: int = 0
     for i in range(count):
         task = draw((seed + 1) * 1_000_033 + i)
         ids = packed(task.ids)
-        yield ids[:, : task.prompt.shape[1]], ids[:, task.prompt.shape[1] :]
+        prompt_len = task.prompt.shape[1]
+        yield ids[:, :prompt_len], ids[:, prompt_len:]
 
 
 @torch.no_grad()
@@ -202,8 +211,11 @@ def accuracy(model, task: Pairs | Lookup, scorer: Scorer | None, budget: int, ch
     budget, chunk_size, **options
         The arguments of :func:`plpkg.retention.chunked_prefill`.
     """
-    ids, prompt_len = packed(task.ids), task.prompt.shape[1]
+    ids = packed(task.ids)
+    prompt_len = task.prompt.shape[1]
     if scorer is None:
-        return task.accuracy(model(ids, use_cache=False).logits[:, prompt_len:])
-    read = chunked_prefill(model, ids[:, :prompt_len], scorer, budget, chunk_size, **options)
-    return task.accuracy(model(ids[:, prompt_len:], past_key_values=read.cache).logits)
+        logits = model(ids, use_cache=False).logits[:, prompt_len:]
+    else:
+        read = chunked_prefill(model, ids[:, :prompt_len], scorer, budget, chunk_size, **options)
+        logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
+    return task.accuracy(logits)
