@@ -258,16 +258,16 @@ def _backward(
     """
     layers = run.crossing_layers - riding
     positions = run.tokens * run.batch
-    at_an_end = positions * run.model.hidden
+    at_end_point = positions * run.model.hidden
     # The lowest layers send no gradient of their input up where nothing before them learns.
     unanswered = 0 if run.first_k else min(layers, 1 + late)
     up = (layers - unanswered + riding) * positions * down_values
     down = layers * positions * up_values
     round_trips = layers - max(0, unanswered - 1)  # those of late layers come down together
     if endpoints:
-        up += at_an_end
+        up += at_end_point
     if endpoints and run.first_k > 0:  # the device's own layers need the gradient at the cut
-        down += at_an_end
+        down += at_end_point
         round_trips += 1
     if not endpoints and unanswered:
         round_trips -= 1  # the cloud waits for no answer to the last message

@@ -98,17 +98,23 @@ def _walk(
     """
     layers = range(run.first_k, run.first_k + run.crossing_layers - riding)
     if run.phase == "decode":
-        passes, seq = run.tokens, 1
+        passes = run.tokens
+        seq = 1
     else:
-        passes, seq = 1, run.tokens
+        passes = 1
+        seq = run.tokens
     last_only = run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0
     final_seq = 1 if last_only else seq
     for _ in range(passes):
         if endpoints:
             content = "embedding" if run.first_k == 0 else "hidden at the cut"
             yield Message(content, "up", (run.batch, seq, run.model.hidden))
-        for layer, way in _exchanges(layers, late):
-            yield Message(names[way], ("down", "up")[way], shapes(run.batch, seq)[way], layer)
+        for layer, direction in _exchanges(layers, late):
+            down, up = shapes(run.batch, seq)
+            if direction == "down":
+                yield Message(names[0], "down", down, layer)
+            else:
+                yield Message(names[1], "up", up, layer)
         if riding:
             residual, _ = shapes(run.batch, final_seq)
             yield Message(names[0], "down", residual, _folded(layers, riding))
@@ -148,21 +154,21 @@ def _folded(layers: range, riding: int) -> int | None:
     return layers.stop if riding == 1 else None
 
 
-def _exchanges(layers: range, late: bool) -> list[tuple[int, int]]:
-    """A forward pass's ``(layer, 0 down or 1 up)`` in the order of a clock that counts half round trips.
+def _exchanges(layers: range, late: bool) -> list[tuple[int, str]]:
+    """A forward pass's ``(layer, direction)`` in the order of a clock that counts half round trips.
 
     A layer sends when it starts. The next starts once the answers up to its own have arrived, if ``late`` only those up
     to the layer before. Computing takes no time.
     """
     clock = 0
     answered = []  # by layer, when its answer arrives
-    sent = []  # (time, layer, way)
+    sent = []  # (time, layer, direction)
     for layer in layers:
-        sent += [(clock, layer, 0), (clock + 1, layer, 1)]
+        sent += [(clock, layer, "down"), (clock + 1, layer, "up")]
         answered.append(clock + 2)
         clock = max([clock, *answered[: len(answered) - late]])
     sent.sort(key=itemgetter(0))
-    return [(layer, way) for _, layer, way in sent]
+    return [(layer, direction) for _, layer, direction in sent]
 
 
 def serialise(message: Message, bits: int = 16) -> bytes:
