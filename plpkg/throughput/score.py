@@ -44,7 +44,7 @@ def score(
 
 def _benchmarks(name: str, accuracy: float | Sequence[float]) -> list[float]:
     """The accuracies of one or several benchmarks as a list."""
-    is_text = isinstance(accuracy, str | bytes)  # refused below as no number
+    is_text = isinstance(accuracy, str | bytes)  # number() refuses it below
     is_scalar = getattr(accuracy, "ndim", 1) == 0  # an array without dimensions has __iter__, but raises there
     one = is_text or is_scalar or not hasattr(accuracy, "__iter__")
     values = [accuracy] if one else list(accuracy)
