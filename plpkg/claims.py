@@ -87,7 +87,7 @@ class Part(Tabular):
 
 
 def verdicts():
-    """How many claims of each system hold, hold nearly, fail and so on: a ``pandas.DataFrame``."""
+    """The number of claims of each system by their verdict: a ``pandas.DataFrame``."""
     rows = table()
     kind = rows["verdict"].str.replace(r"within \d+ %", "within 10 %", regex=True)
     counts = rows.groupby(["system", kind]).size().unstack(fill_value=0)

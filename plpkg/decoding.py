@@ -111,7 +111,7 @@ class Text:
 
 
 def _may_become(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
+    """The number of characters at the end of a text that may be the beginning of a stop string."""
     longest = 0
     for stop in stops:
         most = min(len(stop) - 1, len(text))

@@ -151,19 +151,24 @@ class MemoryTimeline(Tabular):
         """
         for thing in things:
             if isinstance(thing, torch.nn.Module):
-                self.label([*thing.parameters(), *thing.buffers()], "parameters")
-                for parameter in thing.parameters():
-                    if parameter.grad is not None:
-                        self.label([parameter.grad], "gradients")
-                    if parameter.requires_grad:
-                        self._hooks.append(parameter.register_post_accumulate_grad_hook(GradientLabel(self)))
+                self._track_module(thing)
             elif isinstance(thing, torch.optim.Optimizer):
                 self._label_state(thing)
-                self._hooks.append(thing.register_step_post_hook(lambda optimizer, *_: self._label_state(optimizer)))
+                hook = thing.register_step_post_hook(lambda optimizer, *_: self._label_state(optimizer))
+                self._hooks.append(hook)
             elif isinstance(thing, torch.Tensor):
                 self.label([thing], "inputs")
             else:
                 raise TypeError(f"a module, an optimizer or a tensor is wanted, got {type(thing).__name__}")
+
+    def _track_module(self, module: torch.nn.Module) -> None:
+        self.label([*module.parameters(), *module.buffers()], "parameters")
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                self.label([parameter.grad], "gradients")
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(GradientLabel(self))
+                self._hooks.append(hook)
 
     def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
         """Set the purpose of some tensors' storages (one of :data:`CATEGORIES`).

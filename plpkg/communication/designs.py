@@ -1,4 +1,4 @@
-"""Who has what of a private assistant: seven designs for one person's notes, and four who look on.
+"""Seven designs of a private assistant for one person's notes: who has what, and what four onlookers can know.
 
 The things that reach an onlooker are facts of the design; conclusions follow from them by rules, as in
 :mod:`plpkg.communication.onlookers`. Results of attacks on the adapter's file are *measured, recorded*

@@ -1,4 +1,4 @@
-"""Who can know what: the things that each of five systems hands to each of four onlookers, and their consequences.
+"""Onlookers: the things that each of five systems hands to each of four onlookers, and what follows from them.
 
 Whatever an onlooker can compute counts as seen (:func:`follows`): the nearest row of a public table is the word
 (notebook 02), and pairs of A x and M A x are equations for M. These are facts of the systems, not measurements; there
@@ -141,6 +141,7 @@ def _draw_system(ax, y: float, system: str, sight: Sight | None) -> None:
         title_colour = "black"
     else:
         yours = others = "0.7"
+        watching = "0.5"
         title_colour = "0.6"
     drawing.note(ax, 0.1, y + 0.6, system, 9.5, ha="left", fontweight="bold", color=title_colour)
     drawing.box(ax, 3.5, y, 3.4, 1.2, left, yours, 9)
@@ -158,7 +159,7 @@ def _draw_system(ax, y: float, system: str, sight: Sight | None) -> None:
         badges.append((9.1, y + 0.6, ONLOOKERS.index(WIRE) + 1))
     for x, badge_y, number in badges:
         watches = sight is None or sight.onlooker == ONLOOKERS[number - 1]
-        _badge(ax, x, badge_y, number, watching if coloured and watches else "0.5")
+        _badge(ax, x, badge_y, number, watching if watches else "0.5")
 
 
 def _badge(ax, x: float, y: float, number: int, colour) -> None:

@@ -70,9 +70,11 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     up, down = theme.styles(2)
     for position, message in enumerate(messages):
         if message.direction == "up":
-            start, end, style = 0, 1, up
+            start, end = 0, 1
+            style = up
         else:
-            start, end, style = 1, 0, down
+            start, end = 1, 0
+            style = down
         arrow = dict(arrowstyle="-|>", color=style["color"], linestyle=style["linestyle"], lw=1.6)
         ax.annotate("", xy=(end, position + 0.15), xytext=(start, position - 0.15), arrowprops=arrow)
         where = "" if message.layer is None else f"layer {message.layer}: "

@@ -48,7 +48,7 @@ class WireBytes(results.Tabular):
     payload
         The tensors.
     protobuf, grpc, window_updates, tls, tcp_ip
-        What each layer adds; of ``window_updates`` that is the most.
+        The bytes that each layer adds; for ``window_updates``, the most that there can be.
     """
 
     payload: int
@@ -60,7 +60,7 @@ class WireBytes(results.Tabular):
 
     @property
     def stream(self) -> int:
-        """What a socket sends: everything but the headers of TCP/IP."""
+        """Bytes that a socket sends: everything but the headers of TCP/IP."""
         return self.total - self.tcp_ip
 
     @property
@@ -111,9 +111,9 @@ def on_the_wire(messages: Iterable[Message], bits: int = 16, *, tls: bool = True
     -----
     Each message is counted as a write of its own. A pass has two numbers that no schedule has (how many positions came
     before, and how many come back): they are counted as below 128, and take a byte more each from 128 on, another from
-    16,384 on. Where the sender of a message of several frames has to wait for a window
-    update, it cuts a frame and a record in two: at most 31 bytes for each update. What comes down with the final hidden
-    state (of a ladder, or folded) is counted as a message of its own.
+    16,384 on. If the sender of a message of several frames has to wait for a window update, it cuts a frame and a
+    record in two: at most 31 bytes more for each update. Residuals that come down with the final hidden state (of a
+    ladder, or folded) are counted as a message of their own.
     """
     messages = list(messages)
     bits = whole_number("bits", bits, 1, 64)

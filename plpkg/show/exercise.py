@@ -338,7 +338,7 @@ def _form(value: object) -> str:
 
 
 def _difference(got: object, expected: object, tolerance: float, numbers: int) -> str:
-    """How two plain values differ, in words: by their forms if these differ, else by their numbers."""
+    """Say how two plain values differ: by their forms if these differ, else by their numbers."""
     if hasattr(got, "shape") or hasattr(expected, "shape"):
         return _tensor_difference(got, expected, tolerance, numbers)
     shown = _brief(got, numbers)
@@ -361,7 +361,7 @@ def _difference(got: object, expected: object, tolerance: float, numbers: int) -
 
 
 def _tensor_difference(got: object, expected: object, tolerance: float, numbers: int) -> str:
-    """How two plain values differ of which at least one is a tensor."""
+    """Say how two plain values differ, at least one of which is a tensor."""
     if _form(got) != _form(expected):
         both_tensors = hasattr(got, "shape") and hasattr(expected, "shape")
         wanted = tuple(expected.shape) if both_tensors else _form(expected)
@@ -378,7 +378,7 @@ def _tensor_difference(got: object, expected: object, tolerance: float, numbers:
 
 
 def _how_far(got, expected, tolerance: float) -> str:
-    """How many entries of a tensor of the right shape are wrong and, unless they are whole numbers, by how much."""
+    """Say how many entries of a tensor of the right shape are wrong and, unless they are whole numbers, by how much."""
     right = _right_entries(got, expected, tolerance)
     wrong = int((~right).sum())
     verb = "is" if wrong == 1 else "are"

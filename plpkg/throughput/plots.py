@@ -93,7 +93,7 @@ def _turn(flops_per_s: float, bytes_per_s: float, bits: int) -> float:
 
 
 def residuals(ax=None):
-    """How far each accounting is from the publication's digitised points, in per cent, against the rank.
+    """Difference of each accounting from the publication's digitised points, in per cent, against the rank.
 
     Filled markers are the ``figure`` accounting, hollow ones ``literal``, in the colour of their curve.
     """
@@ -123,7 +123,7 @@ def residuals(ax=None):
 
 
 def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | None = None, ax=None):
-    """Where a token's time goes: one stacked bar in milliseconds for each named estimate.
+    """One stacked bar for each named estimate: the milliseconds of a token, term by term.
 
     ``others`` adds plain bars for speeds without a breakdown, in tokens per second by name.
     """

@@ -181,7 +181,8 @@ class Split:
 
         ``gpu`` as in :func:`~plpkg.throughput.decode`; ``positions`` count for the roofline only.
         """
-        model, cloud = self.model, self.cloud
+        model = self.model
+        cloud = self.cloud
         if gpu is None or gpu == "published":
             speed = published_gpu_tokens_per_s(model, cloud)
             if speed is not None and self.cloud_bits == 16:
