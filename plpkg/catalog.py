@@ -26,7 +26,7 @@ class ModelShape(Tabular):
     Attributes
     ----------
     name
-        What to call it.
+        The name to call it by.
     family
         Hugging Face's ``model_type``: ``llama``, ``qwen2``, ``phi3`` …
     num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab
@@ -39,9 +39,9 @@ class ModelShape(Tabular):
     encoder
         Whether it is an encoder such as BERT: it reads, but does not generate.
     source
-        Where the numbers come from.
+        The origin of the numbers.
     expert_parameters, num_experts, num_experts_per_tok
-        Of a mixture of experts: the weights of all routed experts together, how many there are in a
+        For a mixture of experts: the weights of all routed experts together, how many there are in a
         layer, and how many of them a token meets. Shared experts are not routed: each token meets them.
     sliding_window, num_sliding_layers
         How many positions a token sees, itself included, in each layer with a sliding window (or with chunked
@@ -70,7 +70,7 @@ class ModelShape(Tabular):
     def __post_init__(self) -> None:
         def settle(name: str, *limits) -> None:
             value = whole_number(name, getattr(self, name), *limits)
-            # A plain int: NumPy's have an end, where products begin again below 0.
+            # A plain int: products of NumPy's integers overflow.
             object.__setattr__(self, name, value)
 
         flag("tied_embeddings", self.tied_embeddings)
@@ -185,7 +185,7 @@ class ModelShape(Tabular):
             A hub name, a local folder with a ``config.json``, or a ``PreTrainedConfig`` object.
             Code that comes with a model is never run.
         name
-            What to call the result; by default what the configuration calls itself.
+            The result's name; by default the configuration's own.
         local_files_only
             Never ask the hub.
 
@@ -194,8 +194,8 @@ class ModelShape(Tabular):
         ModelShape
             Counted on the meta device: the model is instantiated without storage, so tied
             tensors, fused projections and biases are counted as they are, and so are a mixture's
-            experts. Of a multimodal model only the language model, with its head. Sliding windows
-            are those of transformers' ``DynamicCache``.
+            experts. Of a multimodal model, only the language model with its head is counted. Sliding
+            windows are those of transformers' ``DynamicCache``.
 
         Raises
         ------
@@ -285,7 +285,7 @@ def data_path(*parts: str) -> Path:
 
 
 def cache_path(*parts: str) -> Path:
-    """Where this package keeps what it can make again: the user's cache, or the folder that ``PLPKG_CACHE`` names."""
+    """The path of a file that can be made again: in the user's cache, or in the folder that ``PLPKG_CACHE`` names."""
     from platformdirs import user_cache_path
 
     named = os.environ.get("PLPKG_CACHE")
@@ -332,7 +332,7 @@ def links() -> dict[str, Link]:
 
 @cache
 def assumptions() -> dict[str, float]:
-    """Figures that several notebooks take for granted, of ``data/assumptions.csv``; a name ends with its unit."""
+    """The assumed figures of several notebooks, from ``data/assumptions.csv``; each name ends with its unit."""
     with data_path("assumptions.csv").open(encoding="utf-8", newline="") as file:
         return {row["name"]: float(row["value"]) for row in csv.DictReader(file)}
 
@@ -343,7 +343,7 @@ def assumed(name: str) -> float:
 
 
 def _look_up(kind: str, cls, known: dict, name):
-    """One of the catalog by name; an object of the class as it is."""
+    """An object of the catalog by its name; an object of ``cls`` passes through."""
     if isinstance(name, cls):
         return name
     if not isinstance(name, str):

@@ -1,4 +1,4 @@
-"""For all who write tokens: logits as they are sampled from, tokens as text, and how long a text may be."""
+"""Decoding: changes to logits before sampling, tokens as text, and the longest text of a model."""
 
 import re
 import sys
@@ -17,7 +17,7 @@ from plpkg.validation import whole_number
 
 
 def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> LogitsProcessorList:
-    """Hugging Face's own, in the order in which its ``generate`` applies them."""
+    """Hugging Face's processors of logits, in the order in which its ``generate`` applies them."""
     chosen = LogitsProcessorList()
     if temperature != 1:
         chosen.append(TemperatureLogitsWarper(float(temperature)))
@@ -29,30 +29,30 @@ def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> 
 
 
 BYTE = re.compile("<0x[0-9A-F]{2}>")
-"""A token of SentencePiece's byte fallback. Neighbours of this kind are decoded as one: a wrong byte spoils all."""
+"""A token of SentencePiece's byte fallback. Neighbours are decoded together: a wrong byte spoils all of them."""
 
 UNSETTLED = re.compile("\ufffd$")
 CLEANED = re.compile(r"(\ufffd|\s|\sn|'[vr]?)$")
-"""An end that the next token may change: half a character, or the beginning of what transformers cleans up."""
+"""An end that the next token may change: half a character or, with ``CLEANED``, what transformers may clean up."""
 
 
 class Text:
-    """The text of tokens that come one by one: in parts, what ``tokenizer.decode`` gives for all of them.
+    """The text of tokens that come one by one, in parts; together they are what ``tokenizer.decode`` gives for all.
 
-    It goes on after the prompt's text, so a first token keeps the space that it would lose alone. A character that the
-    prompt leaves unfinished is not part of it.
+    The tokens are decoded behind the prompt's last ones, so the first keeps the space that it would lose alone. A
+    character that the prompt leaves unfinished is not part of the text.
 
     Parameters
     ----------
     before
         The prompt's ids.
     stop
-        Strings that end it, and are left out; also a special token's name.
+        Strings that end the text, and are left out; also a special token's name.
 
     Attributes
     ----------
     length
-        The characters that are settled.
+        The number of characters that no later token changes.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), stop: Sequence[str] = ()):
@@ -71,9 +71,9 @@ class Text:
         self._anchor()
 
     def add(self, token: int, last: bool = False) -> tuple[str, bool]:
-        """The text that one more token adds for certain, and whether the whole ends at a stop string.
+        """The text that one more token adds for certain, and whether a stop string has ended the text.
 
-        What may still change, or become a stop string, waits; after the last token nothing does.
+        Characters that may still change, or become a stop string, wait for the next token, unless this is the last.
         """
         before = self._text
         self._ids = [*self._ids, token]
@@ -98,7 +98,7 @@ class Text:
         return text[:ready], False
 
     def _anchor(self) -> None:
-        """Take what is decoded now as settled. It stays as long as it is what the next tokens are decoded behind."""
+        """Take the text that is decoded now as settled; its tokens stay, as the next ones are decoded behind them."""
         self._known = len(self._ids)
         self._text = self._decoded()
         self._settled = len(self._text)
@@ -111,7 +111,7 @@ class Text:
 
 
 def _may_become(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of a text may be the beginning of a stop string."""
+    """The number of characters at the end of a text that may be the beginning of a stop string."""
     longest = 0
     for stop in stops:
         most = min(len(stop) - 1, len(text))
@@ -122,11 +122,11 @@ def _may_become(text: str, stops: Sequence[str]) -> int:
 
 
 def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
-    """Where the frequencies of rotary positions depend on the length: the kind, and the length that changes them.
+    """The kinds of rotary positions whose frequencies depend on the length, each with the length that changes them.
 
     ``longrope`` changes once, beyond that length; ``dynamic`` again with every token beyond it. Most models have
-    neither; some have several, for layers of several kinds. Where a configuration names an original length, it counts,
-    although transformers has ``dynamic`` change beyond ``max_position_embeddings`` alone: the shorter is safe.
+    neither; some have several, for layers of several kinds. If a configuration names an original length, that is taken,
+    although transformers changes ``dynamic`` only beyond ``max_position_embeddings``: the shorter length is safe.
     """
     config = config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
@@ -141,9 +141,9 @@ def rope_changes(config: PreTrainedConfig) -> list[tuple[str, int]]:
 
 
 def longest_text(config: PreTrainedConfig, most: int | None = None) -> int:
-    """The most tokens of a text; where rotary tables grow with the longest of a batch, only as far as they do not.
+    """The most tokens of a text: at most ``most``, and none beyond the lengths of :func:`rope_changes`.
 
-    Never more than ``most``, if it is given.
+    Beyond those, the longest text of a batch would change the rotary positions of the others.
     """
     longest = getattr(config.get_text_config(), "max_position_embeddings", None) or sys.maxsize
     bounds = [longest]

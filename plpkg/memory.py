@@ -49,7 +49,7 @@ class Phase:
     start_bytes, peak_bytes, end_bytes
         Live bytes when it began, at most, and when it ended.
     cuda_peak_bytes
-        The CUDA allocator's own peak of allocated bytes, or ``None`` where no CUDA was in use.
+        The CUDA allocator's own peak of allocated bytes, or ``None`` if CUDA was not in use.
     """
 
     name: str
@@ -60,7 +60,7 @@ class Phase:
 
     @property
     def increase_bytes(self) -> int:
-        """How far the peak rose above the start: what the phase needs beside what was there."""
+        """The peak above the start: the bytes that the phase needs in addition."""
         return self.peak_bytes - self.start_bytes
 
 
@@ -70,7 +70,7 @@ class MemoryTimeline(Tabular):
     Parameters
     ----------
     label_saved
-        Label what autograd saves as activations. ``torch.func`` cannot run while that is done.
+        Label the tensors that autograd saves as activations. ``torch.func`` cannot run meanwhile.
 
     Attributes
     ----------
@@ -136,7 +136,7 @@ class MemoryTimeline(Tabular):
             self.phases.append(Phase(name, start, peak, self._total, allocator))
 
     def track(self, *things) -> None:
-        """Count what existed before, and follow what belongs to it.
+        """Count storages that existed before, and label those that will belong to them.
 
         Parameters
         ----------
@@ -151,22 +151,27 @@ class MemoryTimeline(Tabular):
         """
         for thing in things:
             if isinstance(thing, torch.nn.Module):
-                self.label([*thing.parameters(), *thing.buffers()], "parameters")
-                for parameter in thing.parameters():
-                    if parameter.grad is not None:
-                        self.label([parameter.grad], "gradients")
-                    if parameter.requires_grad:
-                        self._hooks.append(parameter.register_post_accumulate_grad_hook(GradientLabel(self)))
+                self._track_module(thing)
             elif isinstance(thing, torch.optim.Optimizer):
                 self._label_state(thing)
-                self._hooks.append(thing.register_step_post_hook(lambda optimizer, *_: self._label_state(optimizer)))
+                hook = thing.register_step_post_hook(lambda optimizer, *_: self._label_state(optimizer))
+                self._hooks.append(hook)
             elif isinstance(thing, torch.Tensor):
                 self.label([thing], "inputs")
             else:
                 raise TypeError(f"a module, an optimizer or a tensor is wanted, got {type(thing).__name__}")
 
+    def _track_module(self, module: torch.nn.Module) -> None:
+        self.label([*module.parameters(), *module.buffers()], "parameters")
+        for parameter in module.parameters():
+            if parameter.grad is not None:
+                self.label([parameter.grad], "gradients")
+            if parameter.requires_grad:
+                hook = parameter.register_post_accumulate_grad_hook(GradientLabel(self))
+                self._hooks.append(hook)
+
     def label(self, tensors: Iterable[torch.Tensor], category: str) -> None:
-        """Say what the storages of some tensors are for (one of :data:`CATEGORIES`).
+        """Set the purpose of some tensors' storages (one of :data:`CATEGORIES`).
 
         Raises
         ------
@@ -232,7 +237,7 @@ class MemoryTimeline(Tabular):
         return tensor.detach()  # the tensor itself would keep its own graph alive
 
     def _see(self, tensor: torch.Tensor, category: str = "temporaries") -> None:
-        """Count a tensor's storage if it is new, or has another size; a known one stays of its category."""
+        """Count a tensor's storage if it is new or has been resized; a known storage keeps its category."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         size = storage.nbytes()
@@ -248,7 +253,7 @@ class MemoryTimeline(Tabular):
 
     def _forget(self, key: int) -> None:
         size, category = self._live.pop(key)
-        if not self._closed:  # what is released after the block is not its business
+        if not self._closed:  # a storage that is released after the block belongs to no phase
             self._change(size, category, -1)
 
     def _change(self, size: int, category: str, sign: int) -> None:
@@ -267,7 +272,7 @@ class MemoryTimeline(Tabular):
 
 
 class GradientLabel:
-    """A hook that tells a timeline whose storage a gradient is, and does not look at its numbers."""
+    """A hook that labels a parameter's gradient in a timeline, without reading the gradient's numbers."""
 
     def __init__(self, timeline: MemoryTimeline) -> None:
         self._timeline = timeline

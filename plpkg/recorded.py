@@ -1,4 +1,4 @@
-"""Tables of what ``benchmarks/`` measured. Every number is *measured (recorded)*."""
+"""Tables of measurements by ``benchmarks/``. Every number is *measured (recorded)*."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ from plpkg import catalog
 from plpkg.validation import one_of
 
 ORIGIN = ("section", "part", "command", "commit", "seed", "machine", "versions")
-"""The columns that say what a row belongs to and where it comes from."""
+"""The columns that name a row's place in its benchmark, and its origin."""
 
 
 def section(name: str, title: str):
@@ -39,7 +39,7 @@ def section(name: str, title: str):
 
 
 def table(name: str, rows: Mapping[str, Mapping], columns: Mapping[str, str], **same):
-    """Some rows of a benchmark, under names of their own: how lessons show what was recorded.
+    """Some rows of a benchmark under names of their own, as lessons show them.
 
     Parameters
     ----------
@@ -48,7 +48,7 @@ def table(name: str, rows: Mapping[str, Mapping], columns: Mapping[str, str], **
     rows
         By each row's new name, the values that find it: ``{"in the first week": {"week": 1}}``.
     columns
-        By each column's new name, that of the benchmark. Where the new name has a ``%``, shares of 1 are shown as
+        By each column's new name, its name in the benchmark. If the new name has a ``%``, shares of 1 are shown as
         percentages.
     **same
         Values that all rows have.
@@ -97,7 +97,7 @@ def half_width(values) -> float:
     Parameters
     ----------
     values
-        A ``pandas.Series`` of independent measurements; NaN is none.
+        A ``pandas.Series`` of independent measurements; NaN is not counted.
     """
     from scipy.stats import t
 

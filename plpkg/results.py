@@ -29,7 +29,7 @@ class Tabular:
 
 
 class Sentences(Tabular):
-    """A table with sentences in it: its frame, and what is made of that, shows them in full (pandas cuts at 50)."""
+    """A table with sentences in it: its frame, and frames made from that, show them in full (pandas cuts at 50)."""
 
     def to_frame(self):
         import pandas as pd

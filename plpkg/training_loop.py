@@ -45,7 +45,7 @@ def rising_and_falling(step: int, warmup: int, steps: int) -> float:
 
 
 def endless(what: str, batches: Iterable) -> Iterator:
-    """The batches, begun anew when they have ended; ValueError says what cannot be begun anew, or has none."""
+    """The batches, over and over; ValueError if they cannot be begun again, or there are none. ``what`` names them."""
     while True:
         ended = True
         for batch in batches:
@@ -56,9 +56,9 @@ def endless(what: str, batches: Iterable) -> Iterator:
 
 
 def forget_images(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.Tensor | None]]:
-    """Let no image of an earlier prompt move positions, as vision-language models remember it.
+    """Clear the position offsets that vision-language models keep from the images of an earlier prompt.
 
-    Returns what they remembered, by module.
+    Returns the modules that have one, each with its offset.
     """
     moved = [(module, module.rope_deltas) for module in model.modules() if "rope_deltas" in vars(module)]
     for module, _ in moved:
@@ -160,9 +160,9 @@ def learn(
     gradient
         Leaves a step's gradient in the parameters, clipped, and returns its loss.
     optimizers, rate
-        What updates the parameters, and the learning rate of a step.
+        The optimizers of the parameters, and their learning rate in a step.
     remedy
-        The end of the sentence that says which loss is not finite.
+        The end of the error message about a loss that is not finite.
 
     Yields
     ------
@@ -195,24 +195,24 @@ class TrainingRun:
     steps
         All of its steps.
     folder
-        Where ``checkpoint.safetensors`` is; without one, nothing is kept.
+        The folder of ``checkpoint.safetensors``; without one, nothing is kept.
     identity
-        What makes a run this one: the checkpoint of another is refused.
+        The settings that tell this run from others: a checkpoint with other settings is refused.
     checkpoint_every
         Steps between two checkpoints; there is one after the last step as well.
     writes
-        Whether this process writes them, and shows a bar: one of several does.
+        Whether this process writes checkpoints and shows a bar: one of several does.
 
     Attributes
     ----------
     done, saved
-        Steps made, and those that the checkpoint has.
+        Steps made, and steps that the checkpoint has.
     settled
-        Whether everything is as the last step left it: not while it is updated.
+        Whether all parts are as a step left them; false while a step updates them.
     log, facts
         A list and a dictionary that the checkpoint keeps as well: numbers, strings, lists.
     bar
-        From :meth:`begin` on.
+        The progress bar, from :meth:`begin` on.
 
     Raises
     ------
@@ -249,9 +249,9 @@ class TrainingRun:
         Parameters
         ----------
         title, progress
-            What the bar says, and whether it is shown.
+            The bar's text, and whether it is shown.
         **parts
-            What the steps change: modules, optimizers, whatever has ``state_dict`` and ``load_state_dict``.
+            The things that the steps change: modules, optimizers, whatever has ``state_dict`` and ``load_state_dict``.
         """
         self._parts = parts
         saved = self._state.pop("parts")  # they would stay in memory as long as the run

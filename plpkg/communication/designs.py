@@ -1,9 +1,9 @@
-"""Who has what of a private assistant: seven designs for one person's notes, and four who look on.
+"""Seven designs of a private assistant for one person's notes: who has what, and what four onlookers can know.
 
 The things that reach an onlooker are facts of the design; conclusions follow from them by rules, as in
 :mod:`plpkg.communication.onlookers`. Results of attacks on the adapter's file are *measured, recorded*
-(``benchmarks/assistant.py``): of three invented persons and the diary's writer plpkg-small learnt half of the notes,
-which were told from the other half.
+(``benchmarks/assistant.py``): plpkg-small learnt half of the notes of three invented persons and of the diary's writer,
+and the attacks told these notes from the other half.
 """
 
 import math
@@ -26,7 +26,7 @@ ONLOOKERS = (TRAINING, LATER, FILE, ASKING)
 
 @dataclass(frozen=True)
 class Design:
-    """Where a design keeps what, and what crosses.
+    """The things that a design keeps on either side, and those that cross.
 
     Attributes
     ----------
@@ -35,7 +35,7 @@ class Design:
     up, down
         The things that cross.
     received
-        The things that each onlooker receives; who is missing receives nothing.
+        The things that each onlooker receives; an onlooker who is missing receives nothing.
     recorded
         The name of its rows in ``assistant.csv``; "" where nothing is learnt.
     """
@@ -93,10 +93,10 @@ RULES = (
 
 @dataclass(frozen=True)
 class Attack:
-    """An attack on a design's file: how it tells learnt notes from others, in the mean of the persons.
+    """An attack on a design's file: how well it tells learnt notes from others, in the mean of the persons.
 
-    ``auc`` has a 95 % interval ``low`` to ``high``; ``found`` of ``notes`` stand above all that were not learnt, where
-    random scores would put ``by_chance``.
+    ``auc`` has a 95 % interval ``low`` to ``high``. Of the learnt ``notes``, ``found`` have a higher score than every
+    note that was not learnt; with random scores it would be ``by_chance``.
     """
 
     name: str
@@ -112,9 +112,9 @@ class Attack:
 class Attacks:
     """All attacks on a design's file, the worst first.
 
-    ``bound`` is the mean AUC that ε allows, without ε 1. ``shadows`` is the best AUC of one person's notes by somebody
-    who has learnt eight adapters to compare with, and ``without_shadows`` the best of ``attacks`` for the same person;
-    both are None where no shadows were tried.
+    ``bound`` is the highest mean AUC that ε allows, 1 without ε. ``shadows`` is the best AUC for one person's notes of
+    an attacker who has trained eight adapters to compare with, and ``without_shadows`` the best of ``attacks`` for the
+    same person; both are None if no shadows were tried.
     """
 
     attacks: tuple[Attack, ...]
@@ -139,7 +139,7 @@ class View:
 
 
 def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
-    """What attacks on the file of a recorded design found, person by person, in the mean.
+    """The results of the attacks on the file of a recorded design, in the mean of the persons.
 
     Parameters
     ----------
@@ -155,45 +155,59 @@ def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
     """
     measured = catalog.measured("assistant")
     measured = measured[measured["model"] == model]
-    of_design = measured[measured["design"] == recorded]
-    shadows = of_design[of_design["attack"].isin(WITH_SHADOWS)]
-    same_person = of_design[of_design["attack"].isin(ATTACKS) & of_design["person"].isin(shadows["person"])]
-    rows = measured[measured["attack"].isin(ATTACKS)]
-    one_of("recorded", recorded, tuple(rows["design"].unique()))
-    found = []
-    for name, some in rows[rows["design"] == recorded].groupby("attack"):
-        auc = float(some["auc"].mean())
-        error = math.sqrt(float((some["se"] ** 2).sum())) / len(some)  # persons are independent
-        low, high = max(0.0, auc - 1.96 * error), min(1.0, auc + 1.96 * error)
-        by_chance = float((some["found_of"] / (some["found_of"] + 1)).sum())  # as many were held out as were learnt
-        counts = int(some["found"].sum()), int(some["found_of"].sum())
-        found.append(Attack(name, auc, low, high, *counts, by_chance))
-    bounds = _asked(recorded, model)["bound"].dropna()
+    attacked = measured[measured["attack"].isin(ATTACKS)]
+    one_of("recorded", recorded, tuple(attacked["design"].unique()))
+    of_design = attacked[attacked["design"] == recorded]
+    found = [_attack(name, persons) for name, persons in of_design.groupby("attack")]
     worst_first = tuple(sorted(found, key=lambda each: -each.auc))
+    bounds = _asked(recorded, model)["bound"].dropna()
     bound = float(bounds.iloc[0]) if len(bounds) else 1.0
-    if shadows.empty:
+    with_shadows = measured[(measured["design"] == recorded) & measured["attack"].isin(WITH_SHADOWS)]
+    if with_shadows.empty:
         return Attacks(worst_first, bound, None, None)
-    return Attacks(worst_first, bound, float(shadows["auc"].max()), float(same_person["auc"].max()))
+    same_person = of_design[of_design["person"].isin(with_shadows["person"])]
+    return Attacks(worst_first, bound, float(with_shadows["auc"].max()), float(same_person["auc"].max()))
+
+
+def _attack(name: str, persons) -> Attack:
+    """An attack from its recorded rows, one for each person."""
+    auc = float(persons["auc"].mean())
+    error = math.sqrt(float((persons["se"] ** 2).sum())) / len(persons)  # persons are independent
+    learnt = persons["found_of"]
+    # As many notes were held out as were learnt: of n learnt notes, n/(n+1) on average rank before all held-out ones.
+    by_chance = float((learnt / (learnt + 1)).sum())
+    return Attack(
+        name=name,
+        auc=auc,
+        low=max(0.0, auc - 1.96 * error),
+        high=min(1.0, auc + 1.96 * error),
+        found=int(persons["found"].sum()),
+        notes=int(learnt.sum()),
+        by_chance=by_chance,
+    )
 
 
 def _asked(recorded: str, model: str):
-    """The rows of what an adapter answers, one for each person."""
+    """The recorded rows about the questions that a design's adapter was asked, one for each person."""
     rows = catalog.measured("assistant")
     return rows[(rows["model"] == model) & (rows["design"] == recorded) & rows["card"].notna()]
 
 
 def compute(design: str, onlooker: str) -> View:
-    """What somebody has; ValueError where the design or the onlooker is none of these."""
+    """An onlooker's view of a design; ValueError if the design or the onlooker is unknown."""
     chosen = DESIGNS[one_of("design", design, tuple(DESIGNS))]
-    received = chosen.received.get(one_of("onlooker", onlooker, ONLOOKERS), ())
+    one_of("onlooker", onlooker, ONLOOKERS)
+    received = chosen.received.get(onlooker, ())
     conclusions = tuple(sorted(follows(received, RULES).difference(received)))
-    told, counts = None, {}
+    tried = None
+    counts = {}
     if chosen.recorded and received:
         asked = _asked(chosen.recorded, "plpkg-small").sum(numeric_only=True)
-        counts = {kind: f"{asked[kind]:.0f} of {asked[f'{kind}_of']:.0f}" for kind in ("card", "came_out")}
+        for kind in ("card", "came_out"):
+            counts[kind] = f"{asked[kind]:.0f} of {asked[f'{kind}_of']:.0f}"
         if any(each.startswith(LEARNT) for each in conclusions):
-            told = attacks(chosen.recorded)
-    return View(design, onlooker, received, conclusions, told, counts)
+            tried = attacks(chosen.recorded)
+    return View(design, onlooker, received, conclusions, tried, counts)
 
 
 def read_out(view: View) -> str:
@@ -240,21 +254,26 @@ def draw(view: View, ax=None):
     else:
         drawing.note(ax, 9.8, 2.2, "nothing")
     places = {TRAINING: (9.8, 3.6), LATER: (9.8, 3.6), FILE: (6.0, 0.7), ASKING: (6.0, 3.7)}
-    sees = "sees nothing" if not view.received else "sees: " + ", ".join(view.received)
-    colour = watching if view.received else "0.5"
     x, y = places[view.onlooker]
+    sees = "sees nothing"
+    colour = "0.5"
+    if view.received:
+        sees = f"sees: {', '.join(view.received)}"
+        colour = watching
     sign = dict(boxstyle="round", facecolor=colour, edgecolor="white")
     text = f"{view.onlooker}\n{textwrap.fill(sees, 30)}"
     drawing.note(ax, x, y, text, 8.5, color="white", bbox=sign, zorder=6)
+    home = " ".join(design.home.split())  # the boxes' texts have line breaks
+    cloud = " ".join(design.cloud.split()) or "nothing"
     return theme.describe(
         ax,
-        f"At home: {' '.join(design.home.split())}. In a cloud: {' '.join(design.cloud.split()) or 'nothing'}. "
+        f"At home: {home}. In a cloud: {cloud}. "
         f"Up: {design.up or 'nothing'}; down: {design.down or 'nothing'}. {read_out(view)}",
     )
 
 
 def worst(ax=None):
-    """For each design whose file leaves home, the AUC of the best attack that was tried, and what ε allows."""
+    """For each design whose file leaves home, the AUC of the best attack that was tried, and the AUC that ε allows."""
     served = {name: design.recorded for name, design in DESIGNS.items() if FILE in design.received}
     found = {name: attacks(recorded) for name, recorded in served.items()}
     ax = theme.axes(ax, figsize=(7.2, 1.0 + 0.45 * len(found)))

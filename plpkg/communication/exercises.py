@@ -1,5 +1,7 @@
 """Checkers of the exercises of notebooks 00 and 01."""
 
+from itertools import pairwise
+
 from plpkg.communication import onlookers
 from plpkg.communication.formulas import low_rank
 from plpkg.communication.schedule import Message, count, low_rank_messages
@@ -31,7 +33,7 @@ def round_trips(answer: object) -> Verdict:
 def turns(function: object) -> Verdict:
     """``function(directions)``: the round trips of messages ``"up"`` and ``"down"``, in the order of their sending.
 
-    What follows each other in one direction is under way at once.
+    Messages that follow each other in one direction are under way at once.
     """
     schedules = (
         low_rank_messages("gpt2", 8, adapted_layers=3),
@@ -41,18 +43,22 @@ def turns(function: object) -> Verdict:
         (Message("", direction, (1,)) for direction in ("up", "up", "down", "up", "up")),
     )
     cases = []
-    for messages in map(list, schedules):
-        cases.append((([message.direction for message in messages],), count(messages).round_trips))
+    for schedule in schedules:
+        messages = list(schedule)
+        directions = [message.direction for message in messages]
+        cases.append(((directions,), count(messages).round_trips))
 
     def hint(got, directions) -> str:
-        turns = sum(map(str.__ne__, directions, directions[1:]))
+        turns = sum(before != after for before, after in pairwise(directions))
         if got == turns // 2 + 1:
             return "an up that no down answers is no round trip"
         if got == directions.count("up") or got == directions.count("down"):
             return "two messages that follow each other in one direction wait only once"
         if got == turns // 2:
             return "the first message begins a round trip as well"
-        return "one turn and the turn back are one round trip" if got > len(directions) // 2 else ""
+        if got > len(directions) // 2:
+            return "one turn and the turn back are one round trip"
+        return ""
 
     return check_function(function, cases, "the package's count does the same.", hint)
 

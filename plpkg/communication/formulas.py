@@ -24,8 +24,8 @@ final hidden, down    ``hidden`` for the last position; for all positions in tra
 Training adds the gradient of the final hidden state (up), and per layer the gradient
 :math:`B^\top \partial L/\partial y` (down, ``r_d2c``) and its image under :math:`M^\top`
 (up, ``r_c2d``), and for layers on the device (``first_k``) the gradient at the cut (down). Without such
-layers, nothing that learns is before the lowest layer, the word embedding being frozen: its gradient does not
-go up; ``late``, that of the layer above neither, whose input has no residual yet.
+layers, nothing before the lowest layer learns, as the word embedding is frozen: the gradient of that layer's
+input does not go up. With ``late``, nor does that of the layer above, whose input has no residual yet.
 
 Two things make fewer round trips of :func:`low_rank`. ``folded``: the last layer's :math:`B M u` is
 added to the final hidden state, so :math:`u` comes down with that, the device adds it, and ``L - 1``
@@ -92,9 +92,11 @@ def full_activations(
     model = find_model(model)
     dims = projection_dims(model, projections)
     if one_of("baseline", baseline, BASELINES) == "published":
-        down = up = projections * model.hidden
+        down = projections * model.hidden
+        up = projections * model.hidden
     else:
-        down, up = model.hidden, sum(dims)
+        down = model.hidden
+        up = sum(dims)
     return _traffic(Run(model, **run), down, up, endpoints, bits)
 
 
@@ -142,7 +144,8 @@ def low_rank(
     """
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
-    n, run = len(projection_dims(model, projections)), Run(model, **run)
+    n = len(projection_dims(model, projections))
+    run = Run(model, **run)
     riding = folded_layers(run, projections, endpoints, folded)
     return _traffic(run, n * r_c2d, n * r_d2c, endpoints, bits, riding, flag("late", late))
 
@@ -176,11 +179,16 @@ def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run) 
 
 
 def ranks(model: ModelShape, rank: int, r_c2d: int | None = None, r_d2c: int | None = None) -> tuple[int, int]:
-    """``(r_c2d, r_d2c)``, each taken from ``rank`` where it is not given, what is taken checked against ``hidden``."""
-    high = None if r_c2d is not None and r_d2c is not None else model.hidden
-    rank = whole_number("rank", rank, 1, high, "hidden")
-    given = {"r_c2d": rank if r_c2d is None else r_c2d, "r_d2c": rank if r_d2c is None else r_d2c}
-    r_c2d, r_d2c = (whole_number(name, value, 1, model.hidden, "hidden") for name, value in given.items())
+    """``(r_c2d, r_d2c)``, each taken from ``rank`` where it is not given, and checked against ``hidden``."""
+    rank_is_used = r_c2d is None or r_d2c is None
+    highest = model.hidden if rank_is_used else None
+    rank = whole_number("rank", rank, 1, highest, "hidden")
+    if r_c2d is None:
+        r_c2d = rank
+    if r_d2c is None:
+        r_d2c = rank
+    r_c2d = whole_number("r_c2d", r_c2d, 1, model.hidden, "hidden")
+    r_d2c = whole_number("r_d2c", r_d2c, 1, model.hidden, "hidden")
     return r_c2d, r_d2c
 
 
@@ -190,7 +198,7 @@ def projection_dims(model: ModelShape, projections: int) -> tuple[int, ...]:
 
 
 def folded_layers(run: Run, projections: int, endpoints: bool, folded: bool) -> int:
-    """1 if the last layer is folded, else 0: refused where what it adds does not reach a final hidden state."""
+    """1 if the last layer is folded, else 0; ValueError if its residual cannot be added to a final hidden state."""
     if flag("folded", folded):
         whole_number("adapted_layers of a folded split", run.crossing_layers, 1)
         one_of("last_k of a folded split", run.last_k, (0,))
@@ -200,11 +208,13 @@ def folded_layers(run: Run, projections: int, endpoints: bool, folded: bool) -> 
 
 
 def ladder_run(model: ModelShape, **run) -> Run:
-    """The run of a ladder: all layers on the cloud, and to train no more than a forward pass."""
+    """The run of a ladder: all layers are on the cloud, and training crosses no more than a forward pass."""
     run = Run(model, **run)
-    for name in ("first_k", "last_k"):
-        one_of(f"{name} of a ladder", getattr(run, name), (0,))
-    return replace(run, phase="prefill", final_hidden="all") if run.phase == "training" else run
+    one_of("first_k of a ladder", run.first_k, (0,))
+    one_of("last_k of a ladder", run.last_k, (0,))
+    if run.phase == "training":
+        return replace(run, phase="prefill", final_hidden="all")
+    return run
 
 
 def _traffic(
@@ -212,31 +222,53 @@ def _traffic(
 ) -> Traffic:
     """Add up the layers' values (each way, one position, one layer) and the end points.
 
-    What comes down for ``riding`` of the layers comes with the final hidden state, and nothing goes up for them.
+    The values that ``riding`` of the layers send down come with the final hidden state, and nothing goes up for them.
     """
-    bits, endpoints = whole_number("bits", bits, 1, 64), flag("endpoints", endpoints)
-    layers, n, hidden = run.crossing_layers - riding, run.tokens * run.batch, run.model.hidden
+    bits = whole_number("bits", bits, 1, 64)
+    endpoints = flag("endpoints", endpoints)
+    layers = run.crossing_layers - riding
+    positions = run.tokens * run.batch
     # Layers on the device after the cloud's need every position, to fill their own KV cache.
     last_only = run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0
-    final = run.batch if last_only else n
-    up, down = layers * n * up_values, (layers * n + riding * final) * down_values
+    final_positions = run.batch if last_only else positions
+    up = layers * positions * up_values
+    down = (layers * positions + riding * final_positions) * down_values
+    round_trips = (layers + 1) // 2 if late else layers
     if endpoints:
-        up += n * hidden
-        down += final * hidden
-    round_trips = endpoints + ((layers + 1) // 2 if late else layers)
+        up += positions * run.model.hidden
+        down += final_positions * run.model.hidden
+        round_trips += 1
 
     if run.phase == "training" and (layers or run.first_k):
-        # The backward pass mirrors the forward one: gradients of outputs down, of inputs up.
-        unanswered = 0 if run.first_k else min(layers, 1 + late)
-        up, down = up + (layers - unanswered + riding) * n * down_values, down + layers * n * up_values
-        round_trips += layers - max(0, unanswered - 1)  # those of late layers come down together
-        if endpoints:
-            up += n * hidden
-            if run.first_k > 0:  # the device's own layers need the gradient at the cut
-                down += n * hidden
-                round_trips += 1
-        elif unanswered:
-            round_trips -= 1  # the cloud waits for no answer to the last message
+        gradients_up, gradients_down, more_trips = _backward(run, down_values, up_values, endpoints, riding, late)
+        up += gradients_up
+        down += gradients_down
+        round_trips += more_trips
     elif run.phase == "decode":
         round_trips *= run.tokens
-    return Traffic(up * bits, down * bits, round_trips, n)
+    return Traffic(up * bits, down * bits, round_trips, positions)
+
+
+def _backward(
+    run: Run, down_values: int, up_values: int, endpoints: bool, riding: int, late: bool
+) -> tuple[int, int, int]:
+    """Values up, values down and round trips of a backward pass.
+
+    It mirrors the forward one: gradients of outputs come down, those of inputs go up.
+    """
+    layers = run.crossing_layers - riding
+    positions = run.tokens * run.batch
+    at_end_point = positions * run.model.hidden
+    # The lowest layers send no gradient of their input up where nothing before them learns.
+    unanswered = 0 if run.first_k else min(layers, 1 + late)
+    up = (layers - unanswered + riding) * positions * down_values
+    down = layers * positions * up_values
+    round_trips = layers - max(0, unanswered - 1)  # those of late layers come down together
+    if endpoints:
+        up += at_end_point
+    if endpoints and run.first_k > 0:  # the device's own layers need the gradient at the cut
+        down += at_end_point
+        round_trips += 1
+    if not endpoints and unanswered:
+        round_trips -= 1  # the cloud waits for no answer to the last message
+    return up, down, round_trips

@@ -1,8 +1,8 @@
-"""Who can know what: what each of five systems hands to each of four onlookers, and what follows from it.
+"""Onlookers: the things that each of five systems hands to each of four onlookers, and what follows from them.
 
-What an onlooker can compute counts as seen (:func:`follows`): the nearest row of a public table is the word
-(notebook 02), and pairs of A x and M A x are equations for M. Facts of the systems, not measurements; that an attack
-is not listed does not mean that there is none.
+Whatever an onlooker can compute counts as seen (:func:`follows`): the nearest row of a public table is the word
+(notebook 02), and pairs of A x and M A x are equations for M. These are facts of the systems, not measurements; there
+may be attacks that are not listed.
 """
 
 from collections.abc import Collection
@@ -31,8 +31,10 @@ RECEIVED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "AutLearn": {},
 }
-"""What leaves your side, by system and onlooker. Ghost clipping is meant to train on a machine of yours, and nothing of
-Locret's or AutLearn's has to leave it."""
+"""The things that leave your side, by system and onlooker.
+
+Ghost clipping is meant to train on a machine of yours; nothing of Locret's or AutLearn's has to leave it.
+"""
 
 RULES: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"embeddings"}), "your words"),
@@ -46,7 +48,7 @@ RULES: tuple[tuple[frozenset[str], str], ...] = (
     (frozenset({"how long they wait"}), "how busy the service is"),
     (frozenset({"weights with noise"}), "a little of each example, at most what ε allows"),
 )
-"""What follows from what, together with what is public: the model, its tables, and how the system works."""
+"""Pairs of things and what follows from them, given what is public: the model, its tables, how the system works."""
 
 
 def follows(received: Collection[str], rules: Collection[tuple[Collection[str], str]] = RULES) -> set[str]:
@@ -55,14 +57,14 @@ def follows(received: Collection[str], rules: Collection[tuple[Collection[str], 
     Parameters
     ----------
     received
-        What an onlooker has.
+        The things that an onlooker has.
     rules
         Pairs: whoever knows all of the first can know the second.
 
     Returns
     -------
     set of str
-        With what was received.
+        ``received`` and everything that follows from it.
     """
     known = set(received)
     while True:
@@ -74,7 +76,7 @@ def follows(received: Collection[str], rules: Collection[tuple[Collection[str], 
 
 @dataclass(frozen=True)
 class Sight:
-    """What an onlooker of a system receives, and what follows from it."""
+    """The things that an onlooker of a system receives, and what follows from them."""
 
     system: str
     onlooker: str
@@ -83,8 +85,10 @@ class Sight:
 
 
 def compute(system: str, onlooker: str) -> Sight:
-    """What somebody can know; ValueError where the system or the onlooker is none of these."""
-    received = RECEIVED[one_of("system", system, tuple(RECEIVED))].get(one_of("onlooker", onlooker, ONLOOKERS), ())
+    """An onlooker's sight of a system; ValueError if the system or the onlooker is unknown."""
+    one_of("system", system, tuple(RECEIVED))
+    one_of("onlooker", onlooker, ONLOOKERS)
+    received = RECEIVED[system].get(onlooker, ())
     conclusions = follows(received).difference(received)
     return Sight(system, onlooker, received, tuple(sorted(conclusions)))
 
@@ -105,36 +109,16 @@ ROWS = {  # system: what is on your side, what is elsewhere, what goes there and
     "AutLearn": ("the last layer\nlearns", "a public model", "", "the model"),
 }
 BADGES = {"PrivateLoRA": (1,), "Multi-tenant LoRA": (1, 3), "Ghost clipping": (2,)}
-"""Which onlookers stand at what is elsewhere, by their number in :data:`ONLOOKERS`, from 1."""
+"""The numbers, from 1 in the order of :data:`ONLOOKERS`, of those who stand at a system's part on the other side."""
 
 
 def draw(sight: Sight | None = None, ax=None):
     """Draw what crosses in each system, and where the four onlookers stand; of a sight, only its own in colour."""
-
-    def watches(number: int) -> bool:
-        return sight is None or sight.onlooker == ONLOOKERS[number - 1]
-
     ax = drawing.canvas(15, 10.2, ax)
-    yours, others, watching = drawing.colours(3)
     drawing.lane(ax, 3.3, 0.1, 3.8, 8.6, "yours")
     drawing.lane(ax, 11.1, 0.1, 3.8, 8.6, "somebody else's")
-    for place, (system, (left, right, there, back)) in enumerate(ROWS.items()):
-        y = 0.95 + 1.55 * place
-        coloured = sight is None or sight.system == system
-        drawing.note(ax, 0.1, y + 0.6, system, 9.5, ha="left", fontweight="bold", color="black" if coloured else "0.6")
-        drawing.box(ax, 3.5, y, 3.4, 1.2, left, yours if coloured else "0.7", 9)
-        if right:
-            drawing.box(ax, 11.3, y, 3.4, 1.2, right, others if coloured else "0.7", 9)
-        else:
-            drawing.note(ax, 9.1, y + 0.6, "nothing crosses")
-        if there:
-            drawing.arrow(ax, (6.9, y + 0.4), (11.3, y + 0.4), there)
-        if back:
-            drawing.arrow(ax, (11.3, y + 0.8), (6.9, y + 0.8), back, above=False)
-        for k, number in enumerate(BADGES.get(system, ())):
-            _badge(ax, 14.5 - 0.7 * k, y + 0.1, number, watching if coloured and watches(number) else "0.5")
-        if WIRE in RECEIVED[system]:
-            _badge(ax, 9.1, y + 0.6, 4, watching if coloured and watches(4) else "0.5")
+    for place, system in enumerate(ROWS):
+        _draw_system(ax, 0.95 + 1.55 * place, system, sight)
     names = [f"{number} {name}" for number, name in enumerate(ONLOOKERS, start=1)]
     drawing.note(ax, 7.5, 9.2, ", ".join(names[:2]))
     drawing.note(ax, 7.5, 9.8, ", ".join(names[2:]))
@@ -146,6 +130,36 @@ def draw(sight: Sight | None = None, ax=None):
         "clipping: trained weights leave. Multi-tenant LoRA: prompt and adapter go up, the answer comes down. "
         f"AutLearn: a public model comes down. Numbers show where four onlookers stand.{seen}",
     )
+
+
+def _draw_system(ax, y: float, system: str, sight: Sight | None) -> None:
+    """Draw a system's row with its upper edge at ``y``; in colour if there is no sight or if it is of this system."""
+    left, right, there, back = ROWS[system]
+    coloured = sight is None or sight.system == system
+    if coloured:
+        yours, others, watching = drawing.colours(3)
+        title_colour = "black"
+    else:
+        yours = others = "0.7"
+        watching = "0.5"
+        title_colour = "0.6"
+    drawing.note(ax, 0.1, y + 0.6, system, 9.5, ha="left", fontweight="bold", color=title_colour)
+    drawing.box(ax, 3.5, y, 3.4, 1.2, left, yours, 9)
+    if right:
+        drawing.box(ax, 11.3, y, 3.4, 1.2, right, others, 9)
+    else:
+        drawing.note(ax, 9.1, y + 0.6, "nothing crosses")
+    if there:
+        drawing.arrow(ax, (6.9, y + 0.4), (11.3, y + 0.4), there)
+    if back:
+        drawing.arrow(ax, (11.3, y + 0.8), (6.9, y + 0.8), back, above=False)
+
+    badges = [(14.5 - 0.7 * k, y + 0.1, number) for k, number in enumerate(BADGES.get(system, ()))]
+    if WIRE in RECEIVED[system]:
+        badges.append((9.1, y + 0.6, ONLOOKERS.index(WIRE) + 1))
+    for x, badge_y, number in badges:
+        watches = sight is None or sight.onlooker == ONLOOKERS[number - 1]
+        _badge(ax, x, badge_y, number, watching if watches else "0.5")
 
 
 def _badge(ax, x: float, y: float, number: int, colour) -> None:

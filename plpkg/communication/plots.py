@@ -69,20 +69,28 @@ def sequence_chart(messages: Iterable[Message], ax=None):
     ax = theme.axes(ax)
     up, down = theme.styles(2)
     for position, message in enumerate(messages):
-        start, end, style = (0, 1, up) if message.direction == "up" else (1, 0, down)
+        if message.direction == "up":
+            start, end = 0, 1
+            style = up
+        else:
+            start, end = 1, 0
+            style = down
         arrow = dict(arrowstyle="-|>", color=style["color"], linestyle=style["linestyle"], lw=1.6)
         ax.annotate("", xy=(end, position + 0.15), xytext=(start, position - 0.15), arrowprops=arrow)
         where = "" if message.layer is None else f"layer {message.layer}: "
         shape = " × ".join(map(str, message.shape))
         ax.text(0.5, position - 0.14, f"{where}{message.content}  ({shape})", ha="center", va="bottom", fontsize=11)
+    # The positions of the messages that follow each other in one direction; two such runs are a round trip.
     runs = [list(run) for _, run in groupby(range(len(messages)), key=lambda i: messages[i].direction)]
-    for first, second in zip(runs[::2], runs[1::2], strict=False):
-        ax.plot([-0.03, -0.06, -0.06, -0.03], [first[0] - 0.2] * 2 + [second[-1] + 0.2] * 2, color="0.4", lw=1.2)
+    for there, back in zip(runs[::2], runs[1::2], strict=False):
+        top = there[0] - 0.2
+        bottom = back[-1] + 0.2
+        ax.plot([-0.03, -0.06, -0.06, -0.03], [top, top, bottom, bottom], color="0.4", lw=1.2)
     ax.set(xlim=(-0.1, 1.05), ylim=(len(messages) - 0.3, -0.8), xticks=[0, 1], yticks=[])
     ax.set_xticklabels(["device", "cloud"], fontweight="bold")
     ax.set_ylabel("← time", labelpad=10)  # rotated, it points down
     ax.figure.set_size_inches(7.2, 0.6 + 0.55 * len(messages))
-    directions = [m.direction for m in messages]
+    directions = [message.direction for message in messages]
     return theme.describe(
         ax,
         f"Sequence chart of {len(messages)} messages between device and cloud, {directions.count('up')} up and "
@@ -97,10 +105,10 @@ def by_rank(model: str | ModelShape = "llama-7b", ranks: Sequence[int] = RANKS, 
     model = find_model(model)
     ranks = [rank for rank in ranks if rank <= model.hidden]
     ax = theme.axes(ax)
-    kbit = [low_rank(model, r).total_bits / 1e3 for r in ranks]
+    kbit = [low_rank(model, rank).total_bits / 1e3 for rank in ranks]
     style, *baselines = theme.styles(4)
-    ax.plot(ranks, kbit, label="low rank, 3 projections and end points (computed)", **{**style, "marker": ""})
-    ends = low_rank(model, 1).total_bits - low_rank(model, 1, endpoints=False).total_bits
+    ax.plot(ranks, kbit, label="low rank, 3 projections and end points (computed)", **style | {"marker": ""})
+    ends_kbit = (low_rank(model, 1).total_bits - low_rank(model, 1, endpoints=False).total_bits) / 1e3
     lines = {
         "1 projection, as the article counts": full_activations(model, 1, False),
         "split LoRA, 3 projections and end points": full_activations(model, 3, True, baseline="actual"),
@@ -108,26 +116,26 @@ def by_rank(model: str | ModelShape = "llama-7b", ranks: Sequence[int] = RANKS, 
     }
     for (label, traffic), line in zip(lines.items(), baselines, strict=True):
         ax.axhline(traffic.total_bits / 1e3, label=label, color=line["color"], linestyle=line["linestyle"])
-    ax.axhline(ends / 1e3, color="0.4", lw=1, linestyle=":", label="end points alone")
+    ax.axhline(ends_kbit, color="0.4", lw=1, linestyle=":", label="end points alone")
     article = lines["1 projection, as the article counts"].total_bits / 1e3
     drawing.note(ax, ranks[0], 1.1 * article, f"article, {article:,.0f} kbit", ha="left", va="bottom")
     if 64 in ranks:
         at_64 = low_rank(model, 64).total_bits / 1e3
         drawing.note(ax, 64, 1.25 * at_64, f"{at_64:.0f} kbit", va="bottom")
     ax.set(xscale="log", yscale="log", xlabel="rank (both directions)", ylabel="kbit per token")
-    ax.set_xticks(ranks, [str(r) for r in ranks])
+    ax.set_xticks(ranks, [str(rank) for rank in ranks])
     ax.yaxis.set_major_locator(LogLocator(subs=(1, 3)))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     ax.minorticks_off()
     ax.set_title(model.name)
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
     ax.figure.set_size_inches(7.2, 5.2)
+    full_mbit = [traffic.total_bits / 1e6 for traffic in lines.values()]
     return theme.describe(
         ax,
         f"Traffic per token of {model.name} against the rank, both axes logarithmic: from {kbit[0]:.0f} kbit at "
-        f"rank {ranks[0]} to {kbit[-1]:.0f} kbit at rank {ranks[-1]}, above the end points' {ends / 1e3:.0f} kbit; "
-        f"horizontal lines for full activations between {min(t.total_bits for t in lines.values()) / 1e6:.1f} and "
-        f"{max(t.total_bits for t in lines.values()) / 1e6:.1f} Mbit.",
+        f"rank {ranks[0]} to {kbit[-1]:.0f} kbit at rank {ranks[-1]}, above the end points' {ends_kbit:.0f} kbit; "
+        f"horizontal lines for full activations between {min(full_mbit):.1f} and {max(full_mbit):.1f} Mbit.",
     )
 
 
@@ -136,22 +144,23 @@ def by_model(models: Sequence[str | ModelShape], rank: int = 32, ax=None):
     shapes = [find_model(model) for model in models]
     ax = theme.axes(ax)
     residuals = [low_rank(shape, rank, endpoints=False).total_bits / 1e3 for shape in shapes]
-    ends = [low_rank(shape, rank).total_bits / 1e3 - part for shape, part in zip(shapes, residuals, strict=True)]
+    both = [low_rank(shape, rank).total_bits / 1e3 for shape in shapes]
+    ends = [total - residual for total, residual in zip(both, residuals, strict=True)]
     names = [f"{shape.name}\n{shape.num_layers} layers × {shape.hidden}" for shape in shapes]
     first, second = theme.fills(2)
     ax.barh(names, residuals, label="residuals (∝ layers)", **first)
     ax.barh(names, ends, left=residuals, label="end points (∝ hidden)", **second)
-    for row, (a, b, shape) in enumerate(zip(residuals, ends, shapes, strict=True)):
+    for row, (total, shape) in enumerate(zip(both, shapes, strict=True)):
         trips = low_rank(shape, rank).round_trips
-        ax.text(a + b, row, f" {a + b:.0f} kbit,\n {trips} round trips", va="center")
+        ax.text(total, row, f" {total:.0f} kbit,\n {trips} round trips", va="center")
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    ax.set(
-        xlabel=f"kbit per token at rank {rank}",
-        xlim=(0, 1.25 * max(a + b for a, b in zip(residuals, ends, strict=True))),
-    )
+    ax.set(xlabel=f"kbit per token at rank {rank}", xlim=(0, 1.25 * max(both)))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=2)
-    said = "; ".join(f"{s.name} {a:.0f} + {b:.0f}" for s, a, b in zip(shapes, residuals, ends, strict=True))
+    sums = []
+    for shape, residual, end in zip(shapes, residuals, ends, strict=True):
+        sums.append(f"{shape.name} {residual:.0f} + {end:.0f}")
+    said = "; ".join(sums)
     return theme.describe(ax, f"Stacked bars of kbit per token at rank {rank}, residuals plus end points: {said}.")
 
 
@@ -159,20 +168,20 @@ def link_time(traffics: Mapping[str, Traffic], link: str | Link, ax=None):
     """Milliseconds per token of several named traffics on one link: up, down and round trips, stacked."""
     link = find_link(link)
     ax = theme.axes(ax)
-    seconds = [traffic.seconds(link) for traffic in traffics.values()]
     names = [f"{name}\n{results.bits(traffic.bits_per_token)}" for name, traffic in traffics.items()]
-    left = [0.0] * len(names)
+    totals = [0.0] * len(names)  # of the parts drawn so far: where the next one begins
     labels = {"uplink": "uplink", "downlink": "downlink", "round_trips": "round trips"}
     for (part, label), fill in zip(labels.items(), theme.fills(3), strict=True):
-        ms = [1e3 * s[part] / traffic.tokens for s, traffic in zip(seconds, traffics.values(), strict=True)]
+        ms = [1e3 * traffic.seconds(link)[part] / traffic.tokens for traffic in traffics.values()]
         if any(ms):
-            ax.barh(names, ms, left=left, label=label, **fill)
-        left = [a + b for a, b in zip(left, ms, strict=True)]
-    for row, (total, waited) in enumerate(zip(left, ms, strict=True)):
-        ax.text(total, row, f" {total:.1f} ms,\n {total - waited:.1f} of bits", va="center")
+            ax.barh(names, ms, left=totals, label=label, **fill)
+        totals = [total + more for total, more in zip(totals, ms, strict=True)]
+    waits = ms  # the last part: round trips
+    for row, (total, wait) in enumerate(zip(totals, waits, strict=True)):
+        ax.text(total, row, f" {total:.1f} ms,\n {total - wait:.1f} of bits", va="center")
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    ax.set(xlabel=f"milliseconds per token on {link.name}", xlim=(0, 1.25 * max(left)))
+    ax.set(xlabel=f"milliseconds per token on {link.name}", xlim=(0, 1.25 * max(totals)))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.15), ncols=3)
-    said = "; ".join(f"{name} {total:.1f} ms" for name, total in zip(traffics, left, strict=True))
+    said = "; ".join(f"{name} {total:.1f} ms" for name, total in zip(traffics, totals, strict=True))
     return theme.describe(ax, f"Stacked bars of the milliseconds a token spends on {link.name}: {said}.")

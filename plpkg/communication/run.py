@@ -1,4 +1,4 @@
-"""What a split model is asked to process, and where its layers are."""
+"""The tokens that a split model is asked to process, and the places of its layers."""
 
 from dataclasses import dataclass
 

@@ -1,8 +1,8 @@
 """The counting twin of :mod:`plpkg.communication.formulas`: walk the protocol, serialise every message.
 
-A schedule lists the messages in the order in which they cross the network; what follows each other in
-one direction is under way at once. :func:`count` makes a tensor for each, turns it into bytes, and adds
-the bytes up. Nothing here knows a closed formula: in which order late residuals cross, a clock says.
+A schedule lists the messages in the order in which they cross the network; messages that follow each other
+in one direction are under way at once. :func:`count` makes a tensor for each, turns it into bytes, and adds
+the bytes up. Nothing here uses a closed formula: the order of late residuals comes from a simulated clock.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -24,7 +24,7 @@ class Message:
     Attributes
     ----------
     content
-        What it carries: ``"embedding"``, ``"A x"``, ``"M A x"``, ``"hidden"`` …
+        The kind of tensor: ``"embedding"``, ``"A x"``, ``"M A x"``, ``"hidden"`` …
     direction
         ``"up"`` (device to cloud) or ``"down"``.
     shape
@@ -58,23 +58,33 @@ def low_rank_messages(
     """
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
-    n, run = len(projection_dims(model, projections)), Run(model, **run)
-    names = ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g")
-    endpoints, late = flag("endpoints", endpoints), flag("late", late)
+    n = len(projection_dims(model, projections))
+    run = Run(model, **run)
+    endpoints = flag("endpoints", endpoints)
+    late = flag("late", late)
     riding = folded_layers(run, projections, endpoints, folded)
-    return _walk(run, endpoints, lambda b, s: ((n, b, s, r_c2d), (n, b, s, r_d2c)), names, riding, late)
+
+    def shapes(batch: int, seq: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (n, batch, seq, r_c2d), (n, batch, seq, r_d2c)
+
+    return _walk(run, endpoints, shapes, ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g"), riding, late)
 
 
 @keywords(Run)
 def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[Message]:
     """The messages of a ladder; parameters as in :func:`~plpkg.communication.ladder`.
 
-    What the layers send travels in one message a pass, ``(layers, batch, seq, rank)``.
+    All layers' values travel in one message a pass, ``(layers, batch, seq, rank)``.
     """
     model = find_model(model)
-    (rank, _), run = ranks(model, rank), ladder_run(model, **run)
+    rank, _ = ranks(model, rank)
+    run = ladder_run(model, **run)
     layers = run.crossing_layers
-    return _walk(run, True, lambda b, s: ((layers, b, s, rank), ()), ("A x",), riding=layers)
+
+    def shapes(batch: int, seq: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (layers, batch, seq, rank), ()
+
+    return _walk(run, True, shapes, ("A x",), riding=layers)
 
 
 def _walk(
@@ -82,50 +92,83 @@ def _walk(
 ) -> Iterator[Message]:
     """Play the protocol: one pass over all positions, or in ``decode`` one pass a token.
 
-    The last ``riding`` layers wait for nothing: what they send goes down with the final hidden state.
+    ``shapes(batch, seq)`` gives the shapes of a layer's residuals down and up; ``names`` say what its messages hold:
+    the residuals down and up, and in a backward pass the gradients down and up. The last ``riding`` layers wait for
+    nothing: their residuals go down with the final hidden state.
     """
     layers = range(run.first_k, run.first_k + run.crossing_layers - riding)
-    folded = layers.stop if riding == 1 else None
-    passes, seq = (run.tokens, 1) if run.phase == "decode" else (1, run.tokens)
-    hidden = (run.batch, seq, run.model.hidden)
-    final = hidden
-    if run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0:
-        final = (run.batch, 1, run.model.hidden)
+    if run.phase == "decode":
+        passes = run.tokens
+        seq = 1
+    else:
+        passes = 1
+        seq = run.tokens
+    last_only = run.phase == "prefill" and run.final_hidden == "last" and run.last_k == 0
+    final_seq = 1 if last_only else seq
     for _ in range(passes):
         if endpoints:
-            yield Message("embedding" if run.first_k == 0 else "hidden at the cut", "up", hidden)
-        for layer, way in _exchanges(layers, late):
-            yield Message(names[way], ("down", "up")[way], shapes(run.batch, seq)[way], layer)
+            content = "embedding" if run.first_k == 0 else "hidden at the cut"
+            yield Message(content, "up", (run.batch, seq, run.model.hidden))
+        for layer, direction in _exchanges(layers, late):
+            down, up = shapes(run.batch, seq)
+            if direction == "down":
+                yield Message(names[0], "down", down, layer)
+            else:
+                yield Message(names[1], "up", up, layer)
         if riding:
-            yield Message(names[0], "down", shapes(*final[:2])[0], folded)
+            residual, _ = shapes(run.batch, final_seq)
+            yield Message(names[0], "down", residual, _folded(layers, riding))
         if endpoints:
-            yield Message("hidden", "down", final)
+            yield Message("hidden", "down", (run.batch, final_seq, run.model.hidden))
         if run.phase == "training" and (layers or run.first_k):
-            if endpoints:
-                yield Message("grad hidden", "up", hidden)
-            if riding:  # the device has the gradient of M's output, so only that of its input crosses
-                yield Message(names[3], "up", shapes(*final[:2])[0], folded)
-            for layer in reversed(layers):
-                down, up = shapes(run.batch, seq)
-                yield Message(names[2], "down", up, layer)  # the gradient of an output has its shape
-                if run.first_k or layer - late > layers.start:  # else nothing that learns has made its input
-                    yield Message(names[3], "up", down, layer)
-            if endpoints and run.first_k > 0:
-                yield Message("grad at the cut", "down", hidden)
+            yield from _backward(run, layers, endpoints, shapes, names, riding, late)
 
 
-def _exchanges(layers: range, late: bool) -> list[tuple[int, int]]:
-    """A forward pass's ``(layer, 0 down or 1 up)`` in the order of a clock of half round trips.
+def _backward(
+    run: Run,
+    layers: range,
+    endpoints: bool,
+    shapes: Callable | None,
+    names: tuple[str, ...],
+    riding: int,
+    late: bool,
+) -> Iterator[Message]:
+    """The messages of a backward pass; arguments as in :func:`_walk`. A gradient has the shape of its residual."""
+    hidden = (run.batch, run.tokens, run.model.hidden)
+    if endpoints:
+        yield Message("grad hidden", "up", hidden)
+    if riding:  # the device has the gradient of M's output, so only that of its input crosses
+        of_input, _ = shapes(run.batch, run.tokens)
+        yield Message(names[3], "up", of_input, _folded(layers, riding))
+    for layer in reversed(layers):
+        of_input, of_output = shapes(run.batch, run.tokens)
+        yield Message(names[2], "down", of_output, layer)
+        if run.first_k or layer - late > layers.start:  # else nothing that learns has made its input
+            yield Message(names[3], "up", of_input, layer)
+    if endpoints and run.first_k > 0:
+        yield Message("grad at the cut", "down", hidden)
 
-    A layer sends when it starts; the next starts once the answers up to its own, if ``late`` only up to
-    the one before, have arrived. Computing takes no time.
+
+def _folded(layers: range, riding: int) -> int | None:
+    """The layer after ``layers`` if it alone is riding; None for several layers' residuals in one message."""
+    return layers.stop if riding == 1 else None
+
+
+def _exchanges(layers: range, late: bool) -> list[tuple[int, str]]:
+    """A forward pass's ``(layer, direction)`` in the order of a clock that counts half round trips.
+
+    A layer sends when it starts. The next starts once the answers up to its own have arrived, if ``late`` only those up
+    to the layer before. Computing takes no time.
     """
-    clock, answered, sent = 0, [], []
+    clock = 0
+    answered = []  # by layer, when its answer arrives
+    sent = []  # (time, layer, direction)
     for layer in layers:
-        sent += [(clock, layer, 0), (clock + 1, layer, 1)]
+        sent += [(clock, layer, "down"), (clock + 1, layer, "up")]
         answered.append(clock + 2)
         clock = max([clock, *answered[: len(answered) - late]])
-    return [(layer, way) for _, layer, way in sorted(sent, key=itemgetter(0))]
+    sent.sort(key=itemgetter(0))
+    return [(layer, direction) for _, layer, direction in sent]
 
 
 def serialise(message: Message, bits: int = 16) -> bytes:
@@ -142,14 +185,15 @@ def serialise(message: Message, bits: int = 16) -> bytes:
 def count(messages: Iterable[Message], bits: int = 16, tokens: int = 1) -> Traffic:
     """Serialise every message and add up the bytes each way; count round trips by the turns of direction.
 
-    ``tokens`` is what the messages were for; a schedule does not say it.
+    ``tokens`` is the number of tokens that the messages were sent for; a schedule does not say it.
 
     Raises
     ------
     ValueError
         No tensor type has that many bits.
     """
-    sent = [(message.direction, len(serialise(message, bits))) for message in messages]
-    total = {which: 8 * sum(size for direction, size in sent if direction == which) for which in ("up", "down")}
+    sent = [(message.direction, 8 * len(serialise(message, bits))) for message in messages]
+    up = sum(size for direction, size in sent if direction == "up")
+    down = sum(size for direction, size in sent if direction == "down")
     turns = sum(1 for _ in groupby(direction for direction, _ in sent))
-    return Traffic(total["up"], total["down"], round_trips=turns // 2, tokens=tokens)
+    return Traffic(up, down, round_trips=turns // 2, tokens=tokens)

@@ -1,4 +1,4 @@
-"""What crosses the network, seen from the device: bits up, bits down, round trips."""
+"""The traffic of a split model, seen from the device: bits up, bits down, round trips."""
 
 from dataclasses import dataclass
 
@@ -55,9 +55,9 @@ class Traffic(results.Tabular):
 
         Notes
         -----
-        Serial: a message leaves when the one before it has arrived, for nearly every message of
-        these protocols depends on the one before it. Where two are under way at once
-        (``late``), they share the round trip, and the link sends one after the other.
+        Serial: a message leaves when the one before it has arrived, since nearly every message of
+        these protocols depends on the one before it. Two that are under way at once (``late``)
+        share the round trip, and the link sends one after the other.
         """
         link = find_link(link)
         rtt_s = link.rtt_s if rtt_s is None else number("rtt_s", rtt_s)

@@ -44,12 +44,13 @@ def compute(model: str, rank: int, link: str, endpoints: bool) -> Comparison:
 
 def read_out(result: Comparison) -> str:
     """The result in words."""
-    low, link = result.low_rank, catalog.link(result.link)
-    seconds = low.seconds(link)
-    waits = 1e3 * seconds["round_trips"]
+    low = result.low_rank
+    link = catalog.link(result.link)
+    total = result.milliseconds("low rank")
+    waits = 1e3 * low.seconds(link)["round_trips"]
     return (
         f"{result.model}, rank {result.rank}, on {link.name} (RTT {1e3 * link.rtt_s:g} ms): a token takes "
-        f"{result.milliseconds('low rank'):.1f} ms, {result.milliseconds('low rank') - waits:.1f} of them for its "
+        f"{total:.1f} ms, {total - waits:.1f} of them for its "
         f"{results.bits(low.total_bits)}, {waits:.1f} for {low.round_trips} round trips. "
         f"A split LoRA would take {result.milliseconds('split LoRA'):.1f} ms."
     )

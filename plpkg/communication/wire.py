@@ -1,6 +1,6 @@
-"""What crosses with its headers: protobuf, gRPC over HTTP/2, TLS 1.3 and TCP/IP, each from its own format.
+"""Messages with their headers: protobuf, gRPC over HTTP/2, TLS 1.3 and TCP/IP, each computed from its format.
 
-What ``plpkg cloud`` and ``plpkg device`` send. Each layer wraps what the one above gives it:
+They are those of ``plpkg cloud`` and ``plpkg device``. Each layer wraps the bytes of the one above:
 
 ==================  ==============================================================================
 layer               bytes
@@ -48,7 +48,7 @@ class WireBytes(results.Tabular):
     payload
         The tensors.
     protobuf, grpc, window_updates, tls, tcp_ip
-        What each layer adds; of ``window_updates`` that is the most.
+        The bytes that each layer adds; for ``window_updates``, the most that there can be.
     """
 
     payload: int
@@ -60,7 +60,7 @@ class WireBytes(results.Tabular):
 
     @property
     def stream(self) -> int:
-        """What a socket sends: everything but the headers of TCP/IP."""
+        """Bytes that a socket sends: everything but the headers of TCP/IP."""
         return self.total - self.tcp_ip
 
     @property
@@ -85,7 +85,7 @@ class WireBytes(results.Tabular):
 
 @keywords()
 def on_the_wire(messages: Iterable[Message], bits: int = 16, *, tls: bool = True) -> WireBytes:
-    """What messages take on the wire, with the headers of every layer.
+    """The bytes of messages on the wire, with the headers of every layer.
 
     Parameters
     ----------
@@ -111,26 +111,31 @@ def on_the_wire(messages: Iterable[Message], bits: int = 16, *, tls: bool = True
     -----
     Each message is counted as a write of its own. A pass has two numbers that no schedule has (how many positions came
     before, and how many come back): they are counted as below 128, and take a byte more each from 128 on, another from
-    16,384 on. Where the sender of a message of several frames has to wait for a window
-    update, it cuts a frame and a record in two: at most 31 bytes for each update. What comes down with the final hidden
-    state (of a ladder, or folded) is counted as a message of its own.
+    16,384 on. If the sender of a message of several frames has to wait for a window update, it cuts a frame and a
+    record in two: at most 31 bytes more for each update. Residuals that come down with the final hidden state (of a
+    ladder, or folded) are counted as a message of their own.
     """
-    messages, bits, tls = list(messages), whole_number("bits", bits, 1, 64), flag("tls", tls)
+    messages = list(messages)
+    bits = whole_number("bits", bits, 1, 64)
+    tls = flag("tls", tls)
     whole_number("the number of messages", len(messages), 1)
     first = min((message.layer for message in messages if message.layer is not None), default=0)
-    layers = (_layers(message, ceil(prod(message.shape) * bits / 8), first, tls) for message in messages)
-    return WireBytes(*map(sum, zip(*layers, strict=True)))
+    each = [astuple(_one_message(message, bits, first, tls)) for message in messages]
+    totals = [sum(layer) for layer in zip(*each, strict=True)]
+    return WireBytes(*totals)
 
 
-def _layers(message: Message, payload: int, first: int, tls: bool) -> tuple[int, ...]:
-    """The fields of :class:`WireBytes` for one message; ``first`` is the layer of the first exchange."""
+def _one_message(message: Message, bits: int, first: int, tls: bool) -> WireBytes:
+    """The bytes of one message; ``first`` is the decoder layer of the first exchange."""
+    payload = ceil(prod(message.shape) * bits / 8)
     packed = _protobuf(message, payload, first)
     frames = ceil((5 + packed) / FRAME)
-    grpc, window_updates = 5 + 9 * frames, 2 * 13 * frames
+    grpc = 5 + 9 * frames
+    window_updates = 2 * 13 * frames
     stream = packed + grpc + window_updates
     records = 22 * ceil(stream / RECORD) if tls else 0
     segments = ceil((stream + records) / SEGMENT)
-    return payload, packed - payload, grpc, window_updates, records, 52 * segments
+    return WireBytes(payload, packed - payload, grpc, window_updates, records, 52 * segments)
 
 
 def _protobuf(message: Message, payload: int, first: int) -> int:
@@ -145,8 +150,10 @@ def _protobuf(message: Message, payload: int, first: int) -> int:
         inner = _number(batch) + _number(seq) + 2 + 2 + tensor
     elif message.content == "hidden":  # Final: round trips
         inner = tensor + 2
+    elif message.layer is None:  # Part without a group
+        inner = tensor
     else:  # Part: group
-        inner = tensor + (0 if message.layer is None else _number(message.layer - first))
+        inner = tensor + _number(message.layer - first)
     return _field(inner) + inner
 
 

@@ -1,4 +1,4 @@
-"""What draws and teaches: the theme of all figures, drawings, explorers with sliders, exercises that check an answer.
+"""Figures and lessons: the theme of all figures, drawings, explorers with sliders, exercises that check an answer.
 
 Nothing that computes imports this package; matplotlib and ipywidgets are loaded on first use.
 """

@@ -6,7 +6,8 @@ ends with :func:`plpkg.show.theme.describe`, which gives it its alternative text
 
 from plpkg.show import theme
 
-INK, PALE = "0.25", "0.93"
+INK = "0.25"
+PALE = "0.93"
 
 
 def canvas(width: float, height: float, ax=None):
@@ -35,22 +36,27 @@ def box(ax, x: float, y: float, width: float, height: float, text: str = "", col
 
 
 def arrow(ax, start: tuple, stop: tuple, text: str = "", dashed: bool = False, colour=INK, above: bool = True) -> None:
-    """An arrow from ``start`` to ``stop``, both ``(x, y)``; its text stands over its middle, or under it."""
-    style = {"arrowstyle": "-|>", "color": colour, "lw": 1.6, "linestyle": "--" if dashed else "-"}
-    ax.annotate("", stop, start, arrowprops=style | {"shrinkA": 0, "shrinkB": 0}, zorder=4)
-    middle = ((start[0] + stop[0]) / 2, (start[1] + stop[1]) / 2 + (-0.08 if above else 0.08))
-    ax.text(*middle, text, ha="center", va="bottom" if above else "top", color=INK, fontsize=9, zorder=5)
+    """An arrow from ``start`` to ``stop``, both ``(x, y)``, with a text above its middle or below it."""
+    dashes = "--" if dashed else "-"
+    style = dict(arrowstyle="-|>", color=colour, lw=1.6, linestyle=dashes, shrinkA=0, shrinkB=0)
+    ax.annotate("", stop, start, arrowprops=style, zorder=4)
+    x = (start[0] + stop[0]) / 2
+    y = (start[1] + stop[1]) / 2
+    if above:
+        ax.text(x, y - 0.08, text, ha="center", va="bottom", color=INK, fontsize=9, zorder=5)
+    else:
+        ax.text(x, y + 0.08, text, ha="center", va="top", color=INK, fontsize=9, zorder=5)
 
 
 def note(ax, x: float, y: float, text: str, size: float = 9, **style) -> None:
-    """A few words; ``ha``, ``va``, ``color`` and so on as matplotlib has them."""
-    ax.text(x, y, text, **{"ha": "center", "va": "center", "color": INK, "fontsize": size, "zorder": 5} | style)
+    """A few words centred at ``(x, y)``; ``style`` are keyword arguments of matplotlib's ``text``."""
+    defaults = dict(ha="center", va="center", color=INK, fontsize=size, zorder=5)
+    ax.text(x, y, text, **defaults | style)
 
 
 def _patch(ax, x, y, width, height, colour, zorder) -> None:
     from matplotlib.patches import FancyBboxPatch
 
-    round_ = 0.06  # the corner is added on each side of what matplotlib is given
-    inside = (x + round_, y + round_), width - 2 * round_, height - 2 * round_
-    style = dict(boxstyle=f"round,pad={round_}", facecolor=colour, edgecolor="white", zorder=zorder)
-    ax.add_patch(FancyBboxPatch(*inside, **style))
+    pad = 0.06  # matplotlib adds the round corners outside of the box that it is given
+    style = dict(boxstyle=f"round,pad={pad}", facecolor=colour, edgecolor="white", zorder=zorder)
+    ax.add_patch(FancyBboxPatch((x + pad, y + pad), width - 2 * pad, height - 2 * pad, **style))

@@ -1,4 +1,6 @@
-"""The frame of every widget: a question, labelled controls, a read-out in words, a figure; without a kernel a page.
+"""The frame of every widget: a question, labelled controls, a read-out in words, a figure.
+
+A notebook that is read without a kernel shows its controls' values, its read-out and its figure.
 
 A room supplies three functions, each testable without a browser: ``compute(**values)`` gives a
 result, ``read_out(result)`` puts it in a sentence, ``draw(result, ax)`` draws it.
@@ -35,8 +37,11 @@ STYLE = """<style>
   .plpkg-explorer .widget-text > .widget-label { flex-basis: 100%; }
 }
 </style>"""
-"""A narrow explorer has each label and value above its slider. The sign that it computes takes the place of the earlier
-sentence, which keeps its height. It waits for 0.2 s: what takes less would only flicker, also for a screen reader."""
+"""A narrow explorer has each label and value above its slider.
+
+While it computes, "computing …" lies over the earlier sentence, which is hidden but keeps its height. It appears after
+0.2 s: a shorter computation would only make it flicker, also for a screen reader.
+"""
 
 
 class Explorer(ipywidgets.VBox):
@@ -50,14 +55,14 @@ class Explorer(ipywidgets.VBox):
     compute, read_out, draw
         The room's functions, as above.
     question
-        What moving the controls answers; shown above them.
+        The question that moving the controls answers; shown above them.
 
     Attributes
     ----------
     result
-        What ``compute`` gave last.
+        The last result of ``compute``.
     text
-        What ``read_out`` said of it.
+        The sentence of ``read_out`` about it.
     """
 
     def __init__(
@@ -80,7 +85,8 @@ class Explorer(ipywidgets.VBox):
         for control in controls.values():
             # Relative, so that label, slider and value all fit where the window is narrow.
             control.style.description_width = "min(14em, 45%)"
-            control.layout.width, control.layout.max_width = "98%", "46em"
+            control.layout.width = "98%"
+            control.layout.max_width = "46em"
             if hasattr(control, "continuous_update"):
                 control.continuous_update = False
         self._draw()
@@ -93,7 +99,7 @@ class Explorer(ipywidgets.VBox):
 
     @property
     def values(self) -> dict:
-        """What the controls say now."""
+        """The controls' values, by the name of the argument that they set."""
         return {name: control.value for name, control in self.controls.items()}
 
     def _asked(self) -> str:
@@ -125,38 +131,43 @@ class Explorer(ipywidgets.VBox):
         figure, ax = plt.subplots()
         try:
             draw(self.result, ax)
-            # ipywidgets' own image takes no alternative text. The ratio keeps the picture's place until it is decoded.
-            picture = f"data:image/png;base64,{b64encode(theme.png(figure)).decode()}"
-            width, height = figure.get_size_inches() * figure.dpi
-            style = f"aspect-ratio: {width:g} / {height:g}; display: block; max-width: {width:g}px; width: 100%"
-            self._image.value = f'<img alt="{escape(theme.alt(figure))}" style="{style}" src="{picture}">'
+            self._image.value = _image(figure)
         finally:
             plt.close(figure)
         self._drawn = values
 
     def _repr_mimebundle_(self, **kwargs) -> dict:
-        # What a reader without a kernel sees; ipywidgets itself would cut the text at 110 characters.
+        # For a reader without a kernel. ipywidgets itself would cut the text at 110 characters.
         still = {"text/plain": repr(self), "text/html": self._still()}
         return super()._repr_mimebundle_(**kwargs) | still
 
     def _still(self) -> str:
-        """The page's stand-in for the widget: where its controls are, what it says, its picture."""
-        positions = {control.description: self._shown(control) for control in self.controls.values()}
-        head, row = (
-            "".join(f"<{tag}>{escape(text)}</{tag}>" for text in texts)
-            for tag, texts in (("th", positions), ("td", positions.values()))
-        )
+        """The widget as HTML that needs no kernel: a table of its controls' values, its sentence, its picture."""
+        values = {control.description: self._shown(control) for control in self.controls.values()}
+        head = "".join(f"<th>{escape(description)}</th>" for description in values)
+        row = "".join(f"<td>{escape(value)}</td>" for value in values.values())
         table = f"<table><thead><tr>{head}</tr></thead><tbody><tr>{row}</tr></tbody></table>"
         return f"{self._asked()}{table}<p>{escape(self.text)}</p>{self._image.value}"
 
     @staticmethod
     def _shown(control: ipywidgets.Widget) -> str:
-        """What a control shows beside it: its option's label where it has one, or its value."""
+        """The text beside a control: the label of the chosen option if it has one, else the value."""
         value = control.value
-        option = control.options[control.index] if hasattr(control, "options") else value
+        if not hasattr(control, "options"):
+            return str(value)
+        option = control.options[control.index]  # a value, or a pair (label, value)
         labelled = isinstance(option, tuple) and len(option) == 2 and option[1] == value
         return str(option[0] if labelled else value)
 
     def __repr__(self) -> str:
         values = ", ".join(f"{name}={value!r}" for name, value in self.values.items())
         return f"Explorer({values}): {self.text}"
+
+
+def _image(figure) -> str:
+    """A figure as an HTML image with its alternative text, which ipywidgets' own image does not take."""
+    picture = f"data:image/png;base64,{b64encode(theme.png(figure)).decode()}"
+    width, height = figure.get_size_inches() * figure.dpi
+    # The ratio keeps the picture's place until the browser has decoded it.
+    style = f"aspect-ratio: {width:g} / {height:g}; display: block; max-width: {width:g}px; width: 100%"
+    return f'<img alt="{escape(theme.alt(figure))}" style="{style}" src="{picture}">'

@@ -72,8 +72,9 @@ def png(figure) -> bytes:
 
     from PIL import Image
 
-    drawn, buffer = BytesIO(), BytesIO()
+    drawn = BytesIO()
     figure.savefig(drawn, format="png")
+    buffer = BytesIO()
     with Image.open(drawn) as image:
         # Maximum coverage keeps the colour of a thin bar and its legend, which the median cut mixes with others.
         palette = image.convert("RGB").quantize(128, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE)
@@ -94,7 +95,9 @@ def styles(count: int) -> list[dict]:
     """``count`` line styles that differ in colour, dash and marker: keyword arguments of ``plot``."""
     import seaborn as sns
 
-    colours, dashes, markers = cycle(sns.color_palette("colorblind")), cycle(DASHES), cycle(MARKERS)
+    colours = cycle(sns.color_palette("colorblind"))
+    dashes = cycle(DASHES)
+    markers = cycle(MARKERS)
     return [{"color": next(colours), "linestyle": next(dashes), "marker": next(markers)} for _ in range(count)]
 
 
@@ -102,7 +105,8 @@ def fills(count: int) -> list[dict]:
     """``count`` bar fills that differ in colour and hatching: keyword arguments of ``bar``."""
     import seaborn as sns
 
-    colours, hatches = cycle(sns.color_palette("colorblind")), cycle(HATCHES)
+    colours = cycle(sns.color_palette("colorblind"))
+    hatches = cycle(HATCHES)
     return [{"color": next(colours), "hatch": next(hatches), "edgecolor": "white"} for _ in range(count)]
 
 
@@ -114,22 +118,30 @@ def name_lines(ax, gap: float = 0.06) -> None:
     """
     from matplotlib.colors import to_rgb
 
-    ends = {}
+    ends = {}  # by the x of a last point: [height, name, colour] of each line; x and height as fractions of the axes
     for line, name in zip(*ax.get_legend_handles_labels(), strict=True):
-        line = getattr(line, "lines", [line])[0]  # of an error bar: its line
-        end = line.get_xdata()[-1], line.get_ydata()[-1]
-        x, height = ax.transAxes.inverted().transform(ax.transData.transform(end))
+        line = getattr(line, "lines", [line])[0]  # an error bar has its line in ``lines``
+        last_point = line.get_xdata()[-1], line.get_ydata()[-1]
+        x, height = ax.transAxes.inverted().transform(ax.transData.transform(last_point))
         ends.setdefault(round(x, 3), []).append([height, name, line.get_color()])
-    for x, places in ends.items():
-        places.sort(key=lambda place: place[0])
-        for below, above in pairwise(places):
-            above[0] = max(above[0], below[0] + gap)
-        for above, below in pairwise([[1 + gap], *reversed(places)]):  # no name above the axes, where others have room
-            below[0] = min(below[0], above[0] - gap)
-        for height, name, colour in places:
-            colour, place = [0.75 * part for part in to_rgb(colour)], (1 if x == max(ends) else x, height)
+    for x, names in ends.items():
+        _spread(names, gap)
+        left = 1 if x == max(ends) else x
+        for height, name, colour in names:
+            darker = [0.75 * part for part in to_rgb(colour)]
             offset = dict(xytext=(8, 0), textcoords="offset points")
-            ax.annotate(name, place, xycoords="axes fraction", **offset, color=colour, va="center", fontsize=10)
+            style = dict(color=darker, va="center", fontsize=10)
+            ax.annotate(name, (left, height), xycoords="axes fraction", **offset, **style)
+
+
+def _spread(names: list[list], gap: float) -> None:
+    """Move names ``[height, …]`` of one x apart: up where they are closer than ``gap``, then down to below the top."""
+    names.sort(key=lambda name: name[0])
+    for below, above in pairwise(names):
+        above[0] = max(above[0], below[0] + gap)
+    over_the_top = [1 + gap]
+    for above, below in pairwise([over_the_top, *reversed(names)]):
+        below[0] = min(below[0], above[0] - gap)
 
 
 def describe(ax, sentence: str):

@@ -51,7 +51,7 @@ class Estimate(Tabular):
     Attributes
     ----------
     model, accounting, link
-        What was asked for, by name.
+        The names of the model, the accounting and the link.
     r_c2d, r_d2c
         The ranks.
     seconds_per_token
@@ -59,15 +59,15 @@ class Estimate(Tabular):
     omitted
         Terms that this accounting leaves out.
     gpu_tokens_per_s
-        The whole model on the cloud's GPU alone: what the split is compared with.
+        The speed of the whole model on the cloud's GPU alone, with which the split is compared.
     gpu
-        Where that comes from: ``"published"``, ``"roofline"`` or ``"given"``.
+        The origin of that speed: ``"published"``, ``"roofline"`` or ``"given"``.
     round_trips_per_token, up_bytes_per_token, down_bytes_per_token
-        What crosses, whatever the accounting omits.
+        The traffic, whatever the accounting omits.
     unfit
         A sentence for each device whose memory does not hold its part: the speed is what it would be if it did.
     context
-        Positions before the token. The GPU's speed has the reading of their cache in it, too.
+        Positions before the token. The GPU's speed includes reading their cache, too.
     """
 
     model: str
@@ -101,19 +101,21 @@ class Estimate(Tabular):
 
     def rows(self) -> list[dict]:
         total = sum(self.seconds_per_token)
+        parts = self.breakdown()
+        if not self.context:
+            del parts["kv_cache"]
         return [
             {"term": term, "ms_per_token": 1e3 * seconds, "share_percent": 100 * seconds / total}
-            for term, seconds in self.breakdown().items()
-            if self.context or term != "kv_cache"
+            for term, seconds in parts.items()
         ]
 
     def __repr__(self) -> str:
         rank = f"rank {self.r_c2d}" if self.r_c2d == self.r_d2c else f"ranks {self.r_c2d} down, {self.r_d2c} up"
         context = f", context {self.context:,}" if self.context else ""
+        unfit = "".join(f"; {sentence}" for sentence in self.unfit)
         return (
             f"{self.model}, {rank}, {self.link}, {self.accounting}{context}: {self.tokens_per_s:.2f} tokens/s, "
-            f"{100 * self.gpu_fraction:.1f} % of the GPU's {self.gpu_tokens_per_s:.1f} ({self.gpu})"
-            + "".join(f"; {sentence}" for sentence in self.unfit)
+            f"{100 * self.gpu_fraction:.1f} % of the GPU's {self.gpu_tokens_per_s:.1f} ({self.gpu}){unfit}"
         )
 
 
@@ -149,16 +151,16 @@ def decode(
         Sequences decoded together. As in the article, a published or given speed is not
         multiplied by a larger batch; the roofline is.
     context
-        Positions of each sequence before this token. What the cloud's KV cache holds of them, a pass reads: of a
-        layer with a sliding window only the window's. A published or given
-        ``gpu`` is taken as the speed without them: their reading is added to the GPU's time as well.
+        Positions of each sequence before this token. A pass reads their keys and values from the cloud's KV cache; in
+        a layer with a sliding window only those of the window. A published or given ``gpu`` is taken as the speed
+        without them: reading them is added to the GPU's time as well.
     draft_tokens
-        Speculative or look-ahead decoding: so many guesses of the device travel with the last token; making them
-        takes no time. A published or given GPU speed checks them at the price of one token; the roofline charges
-        their arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
+        Speculative or look-ahead decoding: the number of guesses of the device that travel with the last token;
+        making them takes no time. A published or given GPU speed checks them at the price of one token; the roofline
+        charges their arithmetic. ``gpu_tokens_per_s`` stays the GPU's speed without guesses.
     tokens_per_pass
-        What a pass with so many guesses yields for each sequence, as measured. (If each guess is right with
-        probability a where those before it were, ``1 + a + a² + …``: arXiv 2211.17192, eq. 1.)
+        The measured number of tokens that a pass with these guesses yields for each sequence. (If each guess is right
+        with probability a, given that those before it were: ``1 + a + a² + …``, arXiv 2211.17192, eq. 1.)
 
     Returns
     -------
@@ -172,15 +174,16 @@ def decode(
         that exclude each other.
     """
     split = Split(model, rank, link, rtt_s, **split)
-    batch, context = whole_number("batch", batch, 1), whole_number("context", context, 0)
+    batch = whole_number("batch", batch, 1)
+    context = whole_number("context", context, 0)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
     if tokens_per_pass is None and draft_tokens:
         raise ValueError(f"draft_tokens={draft_tokens} needs tokens_per_pass, what a pass with them yields")
     yielded = 1 if tokens_per_pass is None else number("tokens_per_pass", tokens_per_pass, 1, in_flight)
     produced = batch * yielded
 
-    one_pass = in_flight, batch, "all"
-    pass_s, sent = split.pass_seconds(*one_pass, context), split.traffic(*one_pass)
+    pass_s = split.pass_seconds(in_flight, batch, "all", context)
+    sent = split.traffic(in_flight, batch, "all")
     gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
     if source != "roofline" and draft_tokens and batch > 1:
         raise ValueError(
@@ -191,9 +194,21 @@ def decode(
         model = split.model
         head_share = model.embedding_parameters / (model.computing_parameters - model.unread_parameters())
         pass_s["decoder"] = batch / gpu_speed * (1 - head_share)
-    gpu_speed = batch / (batch / gpu_speed + split.cache_s(context, batch, batch)) if context else gpu_speed
-    cache = context, split.cache_bytes(context, batch)
-    return _estimate(split, accounting, FIGURE_OMITS["decode"], pass_s, sent, produced, gpu_speed, source, *cache)
+    if context:  # the GPU alone has to read the cache as well
+        gpu_pass_s = batch / gpu_speed + split.cache_s(context, batch, batch)
+        gpu_speed = batch / gpu_pass_s
+    return _estimate(
+        split,
+        accounting,
+        FIGURE_OMITS["decode"],
+        pass_s,
+        sent,
+        produced,
+        gpu_speed,
+        source,
+        context,
+        cache_bytes=split.cache_bytes(context, batch),
+    )
 
 
 @keywords(Split)
@@ -222,7 +237,8 @@ def prefill(
     split = Split(model, rank, link, rtt_s, **split)
     tokens = whole_number("tokens", tokens, 1)
     one_of("logits", logits, ("all", "last"))
-    pass_s, sent = split.pass_seconds(tokens, 1, logits), split.traffic(tokens, 1, logits)
+    pass_s = split.pass_seconds(tokens, 1, logits)
+    sent = split.traffic(tokens, 1, logits)
     gpu_speed, source = split.gpu_tokens_per_s("roofline", tokens)
     return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, sent, tokens, gpu_speed, source)
 
@@ -240,14 +256,21 @@ def _estimate(
     cache_bytes: float = 0.0,
 ) -> Estimate:
     """Share one pass among the tokens it ``produced``, without the terms that the accounting omits."""
-    omitted = figure_omits if one_of("accounting", accounting, ACCOUNTINGS) == "figure" else ()
-    if omitted and (split.method, split.late, split.folded, context) != ("low_rank", False, False, 0):
-        raise ValueError(f"accounting={accounting!r} is the article's: no ladder, nothing late or folded, no context")
-    own_rtt = split.rtt_s == split.link.rtt_s
+    one_of("accounting", accounting, ACCOUNTINGS)
+    omitted = ()
+    if accounting == "figure":
+        omitted = figure_omits
+        if split.method != "low_rank" or split.late or split.folded or context:
+            raise ValueError(
+                f"accounting={accounting!r} is the article's: no ladder, nothing late or folded, no context"
+            )
+    link = split.link.name
+    if split.rtt_s != split.link.rtt_s:
+        link = f"{link} with RTT {1e3 * split.rtt_s:g} ms"
     return Estimate(
         model=split.model.name,
         accounting=accounting,
-        link=split.link.name if own_rtt else f"{split.link.name} with RTT {1e3 * split.rtt_s:g} ms",
+        link=link,
         r_c2d=split.r_c2d,
         r_d2c=split.r_d2c,
         seconds_per_token=tuple(0.0 if term in omitted else pass_s[term] / produced for term in TERMS),

@@ -51,11 +51,13 @@ def break_even(function: object) -> Verdict:
             max(0.0, left / trips): "where the phone is faster at any delay, leave the result negative: it says so",
         }
         for speed in (tokens_per_s - phone_tokens_per_s, tokens_per_s + phone_tokens_per_s):
-            if any(
-                math.isclose(abs(got), wrong, rel_tol=1e-4) for wrong in (speed / trips, 1 / speed / trips, 1 / speed)
-            ):
-                return "times add up, not speeds: a token's time is one over the speed"
-        return next((said for value, said in known.items() if math.isclose(got, value, rel_tol=1e-4)), "")
+            for wrong in (speed / trips, 1 / speed / trips, 1 / speed):
+                if math.isclose(abs(got), wrong, rel_tol=1e-4):
+                    return "times add up, not speeds: a token's time is one over the speed"
+        for wrong, mistake in known.items():
+            if math.isclose(got, wrong, rel_tol=1e-4):
+                return mistake
+        return ""
 
     return check_function(
         function, cases, "what the phone's token takes longer is what the round trips may cost.", hint

@@ -1,4 +1,4 @@
-"""What the round-trip time does to the speed, and how the rank is chosen around it.
+"""The effect of the round-trip time on the speed, and the choice of a rank for a target speed.
 
 The article's formula has no propagation delay. With one, a token costs ``1 + num_layers`` round
 trips, and that term soon outweighs all the others.
@@ -25,22 +25,25 @@ def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (
         Two models share a name, or the GPU speeds of some are published and of others rooflines:
         such rows cannot be compared.
     """
-    return _speeds("model", {shape.name: settings | {"model": shape} for shape in distinct(models)}, rtts_ms)
+    runs = {shape.name: settings | {"model": shape} for shape in distinct(models)}
+    return _speeds("model", runs, rtts_ms)
 
 
 @keywords(decode)
 def schemes_against_rtt(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings):
     """Tokens per second of each scheme of running a model (rows) at each round-trip time in milliseconds (columns).
 
-    A scheme is a name with settings of :func:`~plpkg.throughput.decode`; ``**settings``, the ``model`` among them, hold
-    where a scheme says nothing else. Returns a ``pandas.DataFrame``; raises as :func:`against_rtt` does.
+    A scheme is a name with settings of :func:`~plpkg.throughput.decode`; ``**settings``, the ``model`` among them, are
+    those that a scheme does not set itself. Returns a ``pandas.DataFrame``; raises as :func:`against_rtt` does.
     """
     if not schemes:
         raise ValueError(f"schemes must hold at least one scheme of running a model, got {schemes!r}")
-    return _speeds("scheme", {name: settings | dict(scheme) for name, scheme in schemes.items()}, rtts_ms)
+    runs = {name: settings | dict(scheme) for name, scheme in schemes.items()}
+    return _speeds("scheme", runs, rtts_ms)
 
 
 def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):
+    """A frame of tokens per second: a row for the settings of each run, a column for each round-trip time."""
     import pandas as pd
 
     for run in runs.values():
@@ -50,9 +53,9 @@ def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):
         kinds = ", ".join(f"{name} {source}" for name, source in sources.items())
         raise ValueError(f"these GPU speeds cannot be compared: {kinds}; pass gpu='roofline' or a number")
     rtts_s = {rtt: number("each of rtts_ms", rtt) / 1e3 for rtt in rtts_ms}
-    speeds = {
-        name: {rtt: decode(rtt_s=s, **run).tokens_per_s for rtt, s in rtts_s.items()} for name, run in runs.items()
-    }
+    speeds = {}
+    for name, run in runs.items():
+        speeds[name] = {rtt: decode(rtt_s=rtt_s, **run).tokens_per_s for rtt, rtt_s in rtts_s.items()}
     return pd.DataFrame(speeds).T.rename_axis(index=index, columns="rtt_ms")
 
 
@@ -65,9 +68,9 @@ def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, ra
     model, rank
         As in :func:`~plpkg.throughput.decode`.
     phone_only_tokens_per_s
-        What the phone does by itself.
+        The speed of the phone by itself.
     **settings
-        Anything else that :func:`~plpkg.throughput.decode` takes, but ``rtt_s``.
+        Anything else that :func:`~plpkg.throughput.decode` takes, except ``rtt_s``.
 
     Returns
     -------
@@ -93,7 +96,7 @@ def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
     tokens_per_s
         The target.
     **settings
-        Anything that :func:`~plpkg.throughput.decode` takes, but the rank.
+        Anything that :func:`~plpkg.throughput.decode` takes, except the ranks.
 
     Raises
     ------
@@ -110,11 +113,14 @@ def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
     if lowest < tokens_per_s:
         raise ValueError(f"no rank of {model.name} reaches {tokens_per_s:g} tokens/s: rank 1 gives {lowest:.2f}")
     widths = projection_dims(model, settings.get("projections", 3))
-    low, high = 1, min(model.hidden, *widths)  # the speed falls with the rank: keep low fast enough, halve the rest
-    while low < high:
+    low = 1
+    high = min(model.hidden, *widths)
+    while low < high:  # the speed falls with the rank; low is fast enough throughout
         middle = (low + high + 1) // 2
-        fast_enough = decode(model, middle, **settings).tokens_per_s >= tokens_per_s
-        low, high = (middle, high) if fast_enough else (low, middle - 1)
+        if decode(model, middle, **settings).tokens_per_s >= tokens_per_s:
+            low = middle
+        else:
+            high = middle - 1
     return low
 
 

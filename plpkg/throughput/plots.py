@@ -22,45 +22,51 @@ TERM_LABELS = {
 
 
 def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "llama-30b")):
-    """Time of a pass against its positions, one panel a machine: the bound, and what is known of the machine.
+    """Time of a pass against its positions, one panel a machine: the bound, with measured or reported times.
 
     Parameters
     ----------
     measured
         The table ``throughput``: an LM head of 32-bit weights on one thread.
     models
-        Whose reported speed on the cloud's GPU, one token at a time, is marked, each with its bound.
+        Models whose reported speed on the cloud's GPU, one token at a time, is marked, each with its bound.
 
     Returns
     -------
     array of matplotlib Axes
-        The thread, the GPU.
+        The panels of the CPU thread and of the GPU.
     """
-    panels = thread, cloud = theme.axes(ncols=2, sharey=True, figsize=(8, 3.6))
-    (here, *looks), xs = theme.styles(1 + len(models)), [2 ** (i / 4) for i in range(49)]
+    panels = theme.axes(ncols=2, sharey=True, figsize=(8, 3.6))
+    thread, cloud = panels
+    here, *looks = theme.styles(1 + len(models))
     here["marker"] = ""
-    machine, gpu = measured.iloc[0], find_device("a100-80gb-pcie")
-    reading = measured["roofline_ms"].min()
-    bounds = {"bound": (reading, _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32))}
-    _bounds(thread, xs, bounds, [here])
+    positions = [2 ** (i / 4) for i in range(49)]
+
+    machine = measured.iloc[0]
+    reading_ms = measured["roofline_ms"].min()
+    turn = _turn(1e9 * machine["gflops_per_s"], 1e9 * machine["bandwidth_gb_per_s"], 32)
+    _bounds(thread, positions, {"bound": reading_ms}, turn, [here])
     look = dict(color=here["color"], linestyle="none", marker="o", ms=6)
     thread.plot(measured["positions"], measured["measured_ms"], label="measured", **look)
+
+    gpu = find_device("a100-80gb-pcie")
     turn = _turn(gpu.flops_per_s, gpu.memory_bandwidth_bytes_per_s, 16)
-    bound_ms = {m: 1e3 / decode(m, gpu="roofline").gpu_tokens_per_s for m in models}
-    reported_ms = {m: 1e3 / decode(m).gpu_tokens_per_s for m in models}
-    _bounds(cloud, xs, {m: (ms, turn) for m, ms in bound_ms.items()}, looks)
+    bound_ms = {model: 1e3 / decode(model, gpu="roofline").gpu_tokens_per_s for model in models}
+    reported_ms = {model: 1e3 / decode(model).gpu_tokens_per_s for model in models}
+    _bounds(cloud, positions, bound_ms, turn, looks)
     for shift, ms, style in zip((0.7, 1, 1.4), reported_ms.values(), looks, strict=False):  # side by side
         cloud.plot([shift], [ms], color=style["color"], marker=style["marker"], ms=7, label="_")
+
     rates = f"{machine['bandwidth_gb_per_s']:.0f} GB/s, {machine['gflops_per_s']:.0f} GFLOP/s"
-    names = "LM head on a CPU thread", "a whole model on an A100"
-    below = rates, "markers: reported, one position"
-    for ax, name, more in zip(panels, names, below, strict=True):
-        ax.set(xscale="log", yscale="log", xlabel="positions", title=f"{name}\n({more})", ylim=(2, 5000))
-        for axis in (ax.xaxis, ax.yaxis):
-            axis.set_major_formatter("{x:g}")
+    thread.set_title(f"LM head on a CPU thread\n({rates})")
+    cloud.set_title("a whole model on an A100\n(markers: reported, one position)")
+    for ax in panels:
+        ax.set(xscale="log", yscale="log", xlabel="positions", ylim=(2, 5000))
+        ax.xaxis.set_major_formatter("{x:g}")
+        ax.yaxis.set_major_formatter("{x:g}")
         ax.legend(loc="upper left")
     thread.set_ylabel("ms a pass")
-    said = "; ".join(f"{m} {reported_ms[m] / bound_ms[m]:.1f}" for m in models)
+    said = "; ".join(f"{model} {reported_ms[model] / bound_ms[model]:.1f}" for model in models)
     theme.describe(
         thread,
         "Two panels, time of a pass against positions, both logarithmic: a flat bound of reading that turns into a "
@@ -71,21 +77,23 @@ def roofline(measured, models: Sequence[str] = ("llama-2-7b", "llama-2-13b", "ll
     return panels
 
 
-def _bounds(ax, positions, bounds: Mapping[str, tuple[float, float]], styles) -> None:
-    """Lines that are flat at the milliseconds of reading, and rise from where computing takes as long."""
-    for (name, (ms, turn)), style in zip(bounds.items(), styles, strict=True):
+def _bounds(ax, positions: Sequence[float], reading_ms: Mapping[str, float], turn: float, styles) -> None:
+    """Draw a line for each name: flat at the milliseconds of reading, and rising from ``turn`` positions on."""
+    for (name, ms), style in zip(reading_ms.items(), styles, strict=True):
         ax.plot(positions, [ms * max(1, x / turn) for x in positions], label=name, markevery=[], **style)
         ax.axvline(turn, color="0.6", lw=1, linestyle=":")
     ax.text(turn, 0.02, f" {turn:.3g}", fontsize=9, color="0.3", transform=ax.get_xaxis_transform())
 
 
 def _turn(flops_per_s: float, bytes_per_s: float, bits: int) -> float:
-    """Positions at which a machine computes for as long as it reads: two operations a weight and position."""
-    return flops_per_s / 2 / (8 * bytes_per_s / bits)
+    """Positions at which computing takes as long as reading: two operations for each weight and position."""
+    positions_per_s = flops_per_s / 2
+    weights_per_s = 8 * bytes_per_s / bits
+    return positions_per_s / weights_per_s
 
 
 def residuals(ax=None):
-    """How far each accounting is from the publication's digitised points, in per cent, against the rank.
+    """Difference of each accounting from the publication's digitised points, in per cent, against the rank.
 
     Filled markers are the ``figure`` accounting, hollow ones ``literal``, in the colour of their curve.
     """
@@ -93,15 +101,18 @@ def residuals(ax=None):
     curves = {f"{model}, decode": points for model, points in published.curves("decode").groupby("model", sort=False)}
     prefill = published.curves("prefill").groupby(["model", "tokens"], sort=False)
     curves |= {f"{model}, prefill of {tokens}": points for (model, tokens), points in prefill}
+    styles = theme.styles(len(curves))
     said = []
     ax.axhline(0, color="0.4", lw=1)
-    for (name, points), style in zip(curves.items(), theme.styles(len(curves)), strict=True):
-        look = dict(color=style["color"], marker=style["marker"], linestyle="none", ms=7)
-        shift = 1.06 ** (list(curves).index(name) - 2)  # markers of one rank side by side
-        for column, label, fill in (("computed", name, {}), ("literal", None, dict(mfc="none"))):
-            percent = 100 * (points[column] / points["tokens_per_s"] - 1)
-            ax.plot(points["rank"] * shift, percent, label=label, **look, **fill)
-            said.append(f"{name}, {'figure' if label else 'literal'}, {percent.min():.1f} to {percent.max():.1f} %")
+    for place, (name, points) in enumerate(curves.items()):
+        look = dict(color=styles[place]["color"], marker=styles[place]["marker"], linestyle="none", ms=7)
+        shifted = points["rank"] * 1.06 ** (place - 2)  # markers of one rank side by side
+        figure = 100 * (points["computed"] / points["tokens_per_s"] - 1)
+        literal = 100 * (points["literal"] / points["tokens_per_s"] - 1)
+        ax.plot(shifted, figure, label=name, **look)
+        ax.plot(shifted, literal, mfc="none", **look)
+        said.append(f"{name}, figure, {figure.min():.1f} to {figure.max():.1f} %")
+        said.append(f"{name}, literal, {literal.min():.1f} to {literal.max():.1f} %")
     ranks = sorted({rank for points in curves.values() for rank in points["rank"]})
     ax.set(xscale="log", xlabel="rank", ylabel="difference from reported (%)")
     ax.set_xticks(ranks, [f"{rank:g}" for rank in ranks])
@@ -112,21 +123,22 @@ def residuals(ax=None):
 
 
 def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | None = None, ax=None):
-    """Where a token's time goes: one stacked bar in milliseconds for each named estimate.
+    """One stacked bar for each named estimate: the milliseconds of a token, term by term.
 
     ``others`` adds plain bars for speeds without a breakdown, in tokens per second by name.
     """
     ax = theme.axes(ax)
     names = list(estimates)
     others = others or {}
-    longest = max(1e3 / speed for speed in [*(e.tokens_per_s for e in estimates.values()), *others.values()])
-    left = [0.0] * len(names)
+    speeds = [estimate.tokens_per_s for estimate in estimates.values()]
+    longest = max(1e3 / speed for speed in [*speeds, *others.values()])
+    totals = [0.0] * len(names)  # of the terms drawn so far: where the next one begins
     for term, fill in zip(TERMS, theme.fills(len(TERMS)), strict=True):
         ms = [1e3 * estimate.breakdown()[term] for estimate in estimates.values()]
         if any(ms):
-            ax.barh(names, ms, left=left, label=_named(TERM_LABELS[term], ms, longest), **fill)
-        left = [a + b for a, b in zip(left, ms, strict=True)]
-    for row, (total, estimate) in enumerate(zip(left, estimates.values(), strict=True)):
+            ax.barh(names, ms, left=totals, label=_named(TERM_LABELS[term], ms, longest), **fill)
+        totals = [total + more for total, more in zip(totals, ms, strict=True)]
+    for row, (total, estimate) in enumerate(zip(totals, estimates.values(), strict=True)):
         ax.text(total, row, f" {estimate.tokens_per_s:.1f} tokens/s", va="center")
     ax.barh(list(others), [1e3 / speed for speed in others.values()], color="0.6")
     for row, speed in enumerate(others.values(), start=len(names)):
@@ -136,11 +148,12 @@ def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | N
     ax.set(xlabel="milliseconds per token", xlim=(0, 1.25 * longest))
     ax.legend(loc="center left", bbox_to_anchor=(1.01, 0.5))
     ax.figure.set_size_inches(9.6, max(2.8, 1.4 + 0.55 * (len(names) + len(others))))
-    said = "; ".join(
-        f"{name} {1e3 / e.tokens_per_s:.1f} ms, largest part {TERM_LABELS[max(e.breakdown(), key=e.breakdown().get)]}"
-        for name, e in estimates.items()
-    )
-    return theme.describe(ax, f"Stacked bars of the milliseconds of a token: {said}.")
+    said = []
+    for name, estimate in estimates.items():
+        seconds = estimate.breakdown()
+        largest = max(seconds, key=seconds.get)
+        said.append(f"{name} {1e3 / estimate.tokens_per_s:.1f} ms, largest part {TERM_LABELS[largest]}")
+    return theme.describe(ax, f"Stacked bars of the milliseconds of a token: {'; '.join(said)}.")
 
 
 def _named(label: str, lengths: Sequence[float], longest: float) -> str:
@@ -171,7 +184,7 @@ def against_rtt(
     schemes
         Other settings of :func:`~plpkg.throughput.decode` for the first model, one curve each.
     more_ms
-        A band each for the first model with so many milliseconds more for each trip, from the first to the second.
+        Pairs of additional milliseconds a round trip: for each, a band between the two speeds of the first model.
     **settings
         Passed to :func:`~plpkg.throughput.decode`.
     """
@@ -181,16 +194,18 @@ def against_rtt(
     for name, scheme in (schemes or {}).items():
         table.loc[name] = latency.against_rtt(models[:1], rtts, **settings | scheme).iloc[0]
     for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
-        ax.plot(rtts, speeds, label=name, **{**style, "marker": ""}, lw=2)
-    for band, hatch in zip(more_ms, ("", "////"), strict=False):
-        edges = [latency.against_rtt(models[:1], [rtt + ms for rtt in rtts], **settings).iloc[0] for ms in band]
-        label = f"{table.index[0]}, {band[0]:g} to {band[1]:g} ms more a trip"
-        ax.fill_between(rtts, *edges, color=ax.lines[0].get_color(), alpha=0.25, hatch=hatch, lw=0, label=label)
+        ax.plot(rtts, speeds, label=name, **style | {"marker": ""}, lw=2)
+    for (least, most), hatch in zip(more_ms, ("", "////"), strict=False):
+        upper = latency.against_rtt(models[:1], [rtt + least for rtt in rtts], **settings).iloc[0]
+        lower = latency.against_rtt(models[:1], [rtt + most for rtt in rtts], **settings).iloc[0]
+        label = f"{table.index[0]}, {least:g} to {most:g} ms more a trip"
+        ax.fill_between(rtts, upper, lower, color=ax.lines[0].get_color(), alpha=0.25, hatch=hatch, lw=0, label=label)
     for (label, speed), dash in zip((phone_only or {}).items(), theme.DASHES[1:], strict=False):
         ax.axhline(speed, color="0.35", linestyle=dash, lw=1.2, label=f"{label}: {speed:.1f} tokens/s")
     top = 1.15 * ax.get_ylim()[1]
     for mark in marks:
-        link, side = find_link(mark), "left" if mark == marks[-1] else "right"  # the last two may lie close
+        link = find_link(mark)
+        side = "left" if mark == marks[-1] else "right"  # the last two may lie close
         ax.axvline(1e3 * link.rtt_s, color="0.75", lw=1, zorder=0)
         ax.text(1e3 * link.rtt_s, top, f" {link.name}", rotation=90, va="top", ha=side, fontsize=9, color="0.3")
     ax.set(xscale="log", xlabel="round-trip time (ms)", ylabel="tokens per second", ylim=(0, top), xlim=(0.1, 100))
@@ -211,7 +226,8 @@ def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit
     shapes = latency.distinct(models)
     parts = [phone_memory(shape, rank, embedding=True) for shape in shapes]
     names = [shape.name for shape in shapes]
-    left, longest = [0.0] * len(shapes), max(part.total_mb for part in parts)
+    longest = max(part.total_mb for part in parts)
+    totals = [0.0] * len(shapes)  # of the parts drawn so far: where the next one begins
     labels = {
         "lm_head_bytes": "LM head",
         "m_bytes": "M",
@@ -219,16 +235,16 @@ def phone_memory_bars(models: Sequence[str | ModelShape], rank: int = 128, limit
     }
     for (field, label), fill in zip(labels.items(), theme.fills(3), strict=True):
         mb = [getattr(part, field) / 1e6 for part in parts]
-        ax.barh(names, mb, left=left, label=_named(label, mb, longest), **fill)
-        left = [a + b for a, b in zip(left, mb, strict=True)]
-    for row, total in enumerate(left):
+        ax.barh(names, mb, left=totals, label=_named(label, mb, longest), **fill)
+        totals = [total + more for total, more in zip(totals, mb, strict=True)]
+    for row, total in enumerate(totals):
         ax.text(total, row, f" {total:.0f}", va="center")
     if limit_mb is not None:
         ax.axvline(limit_mb, color="0.3", linestyle="--", lw=1.2)
         ax.text(limit_mb, -0.45, f" {limit_mb:g} MB", ha="left", va="bottom", fontsize=9, color="0.3")
     ax.invert_yaxis()
     ax.grid(False, axis="y")
-    ax.set(xlabel=f"MB at 16 bit, rank {rank}", xlim=(0, 1.15 * max(left)))
+    ax.set(xlabel=f"MB at 16 bit, rank {rank}", xlim=(0, 1.15 * max(totals)))
     ax.legend(loc="upper center", bbox_to_anchor=(0.5, 1.14), ncols=3)
-    said = "; ".join(f"{name} {total:.0f}" for name, total in zip(names, left, strict=True))
+    said = "; ".join(f"{name} {total:.0f}" for name, total in zip(names, totals, strict=True))
     return theme.describe(ax, f"Stacked bars of the megabytes of weights on the phone: {said}.")

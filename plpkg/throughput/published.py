@@ -31,15 +31,17 @@ def resources():
     """The table of memory (MB) and computation (GFLOPs a token): ``reported_…`` beside ``computed_…``."""
     table = catalog.published("private_lora_resources")
     table = table.rename(columns={"memory_mb": "reported_mb", "gflops_per_token": "reported_gflops"})
-    whole = table["method"] == "whole model"
-    table["computed_mb"] = [
-        whole_model_bytes(row.model, row.bits) / 1e6 if is_whole else phone_memory(row.model).total_mb
-        for row, is_whole in zip(table.itertuples(), whole, strict=True)
-    ]
-    table["computed_gflops"] = [
-        (whole_model_flops(row.model) if is_whole else phone_flops(row.model)) / 1e9
-        for row, is_whole in zip(table.itertuples(), whole, strict=True)
-    ]
+    num_bytes = []
+    flops = []
+    for row in table.itertuples():
+        if row.method == "whole model":
+            num_bytes.append(whole_model_bytes(row.model, row.bits))
+            flops.append(whole_model_flops(row.model))
+        else:
+            num_bytes.append(phone_memory(row.model).total_bytes)
+            flops.append(phone_flops(row.model))
+    table["computed_mb"] = [each / 1e6 for each in num_bytes]
+    table["computed_gflops"] = [each / 1e9 for each in flops]
     return table
 
 
@@ -47,8 +49,9 @@ def scores():
     """The table of speed and accuracy (percent), with ``computed``: M_S from the row's other cells."""
     table = catalog.published("private_lora_accuracy").dropna(subset="m_s")
     untuned = table[table["method"] == "none"].set_index("model")
-    table["computed"] = [
-        score(row["tokens_per_s"], base["tokens_per_s"], row[BENCHMARKS], base[BENCHMARKS])
-        for (_, row), base in zip(table.iterrows(), (untuned.loc[name] for name in table["model"]), strict=True)
-    ]
+    computed = []
+    for _, row in table.iterrows():
+        base = untuned.loc[row["model"]]
+        computed.append(score(row["tokens_per_s"], base["tokens_per_s"], row[BENCHMARKS], base[BENCHMARKS]))
+    table["computed"] = computed
     return table

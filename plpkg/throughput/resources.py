@@ -1,4 +1,4 @@
-"""What the phone has to hold and compute: memory and FLOPs (PrivateLoRA article, resource table).
+"""Memory and FLOPs of the phone (PrivateLoRA article, resource table).
 
 The published rows count, exactly: for PrivateLoRA the LM head and the Ms, decimal megabytes,
 **without** the word embedding that the article puts on the phone too; for a whole model all
@@ -33,8 +33,13 @@ class PhoneMemory(Tabular):
         return self.total_bytes / 1e6
 
     def rows(self) -> list[dict]:
-        parts = {"LM head": self.lm_head_bytes, "M": self.m_bytes, "word embedding": self.embedding_bytes}
-        return [{"part": part, "mb": n / 1e6} for part, n in [*parts.items(), ("total", self.total_bytes)]]
+        parts = {
+            "LM head": self.lm_head_bytes,
+            "M": self.m_bytes,
+            "word embedding": self.embedding_bytes,
+            "total": self.total_bytes,
+        }
+        return [{"part": part, "mb": n / 1e6} for part, n in parts.items()]
 
     def __repr__(self) -> str:
         return (
@@ -76,8 +81,10 @@ def phone_memory(
     model = find_model(model)
     bits = whole_number("bits", bits, 1, 64)
     m = Split(model, rank, **split).m_parameters
-    second_table = model.embedding_parameters if flag("embedding", embedding) and not model.tied_embeddings else 0
-    return PhoneMemory(model.embedding_parameters * bits / 8, m * bits / 8, second_table * bits / 8)
+    lm_head = model.embedding_parameters
+    needs_second_table = flag("embedding", embedding) and not model.tied_embeddings
+    second_table = model.embedding_parameters if needs_second_table else 0
+    return PhoneMemory(lm_head * bits / 8, m * bits / 8, second_table * bits / 8)
 
 
 @keywords(Split)
@@ -111,13 +118,15 @@ def whole_model_flops(model: str | ModelShape) -> int:
 def phone_only_tokens_per_s(
     model: str | ModelShape, bits: int = 4, device: str | Device = "iphone-13-pro-max"
 ) -> float:
-    """Roofline of decoding the whole model on the phone: its weights (of experts, the active) are read once a token.
+    """Roofline of decoding the whole model on the phone: its weights (those of active experts) are read once a token.
 
     An upper bound: the article reports 5.7 and 8.1 tokens/s where this gives 12.9. Warns of weights
     that the phone's memory does not hold.
     """
-    model, device = find_model(model), find_device(device)
+    model = find_model(model)
+    device = find_device(device)
     held = whole_model_bytes(model, bits)
     for sentence in does_not_fit(held, device):
-        warnings.warn(f"{model.name}: {sentence}", stacklevel=3)  # the caller of what keywords() returns
-    return device.memory_bandwidth_bytes_per_s / (held - model.unread_parameters() * bits / 8)
+        warnings.warn(f"{model.name}: {sentence}", stacklevel=3)  # named as the caller's, above the decorator's wrapper
+    read = held - model.unread_parameters() * bits / 8
+    return device.memory_bandwidth_bytes_per_s / read

@@ -33,7 +33,8 @@ def score(
     """
     tokens_per_s = number("tokens_per_s", tokens_per_s, open_low=True)
     gpu_tokens_per_s = number("gpu_tokens_per_s", gpu_tokens_per_s, open_low=True)
-    after, before = _benchmarks("accuracy", accuracy), _benchmarks("untuned_accuracy", untuned_accuracy)
+    after = _benchmarks("accuracy", accuracy)
+    before = _benchmarks("untuned_accuracy", untuned_accuracy)
     if len(after) != len(before):
         raise ValueError(
             f"accuracy and untuned_accuracy must cover the same benchmarks, got {len(after)} and {len(before)}"
@@ -42,7 +43,10 @@ def score(
 
 
 def _benchmarks(name: str, accuracy: float | Sequence[float]) -> list[float]:
-    one = isinstance(accuracy, str | bytes) or getattr(accuracy, "ndim", 1) == 0 or not hasattr(accuracy, "__iter__")
+    """The accuracies of one or several benchmarks as a list."""
+    is_text = isinstance(accuracy, str | bytes)  # number() refuses it below
+    is_scalar = getattr(accuracy, "ndim", 1) == 0  # an array without dimensions has __iter__, but raises there
+    one = is_text or is_scalar or not hasattr(accuracy, "__iter__")
     values = [accuracy] if one else list(accuracy)
     if not values:
         raise ValueError(f"{name} must hold at least one benchmark, got {accuracy!r}")

@@ -20,7 +20,7 @@ from plpkg.communication.formulas import projection_dims, ranks
 from plpkg.validation import flag, number, one_of, whole_number
 
 METHODS = ("low_rank", "ladder")
-"""``low_rank``: every layer asks the device. ``ladder``: the device adds what it makes of all layers, at the end."""
+"""``low_rank``: every layer exchanges residuals with the device. ``ladder``: the device adds one, at the end."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +41,15 @@ class Split:
     method
         One of :data:`~plpkg.throughput.METHODS`.
     width
-        Of a ladder's M: hidden units of the gated layer beside its matrix; ``None`` is a matrix alone.
+        Hidden units of the gated layer beside the matrix of a ladder's M; ``None`` is a matrix alone.
     late, folded
         As in :func:`plpkg.communication.low_rank`; folded adapters are of ``down_proj``, the last B is on the phone.
 
     Raises
     ------
     ValueError
-        A value is out of range, a name unknown, or the model an encoder. Or experts stand where a ladder's and a
-        folded adapter's one ``down_proj`` a layer would be.
+        A value is out of range, a name unknown, or the model an encoder. Or the model has experts in place of the one
+        ``down_proj`` a layer that a ladder and a folded adapter need.
     """
 
     model: str | ModelShape
@@ -84,8 +84,10 @@ class Split:
         settle(late=flag("late", self.late), folded=flag("folded", self.folded))
         settle(width=None if self.width is None else whole_number("width", self.width, 1))
         ladder = one_of("method", self.method, METHODS) == "ladder"
-        for name in ("r_d2c", "late", "folded") if ladder else ("width",):
-            if (value := getattr(self, name)) not in (None, 0):  # 0 is False, too
+        of_other_method = ("r_d2c", "late", "folded") if ladder else ("width",)
+        for name in of_other_method:
+            value = getattr(self, name)
+            if value not in (None, 0):  # False is 0, too
                 raise ValueError(f"{name}={value!r} is not for method={self.method!r}")
         if (ladder or self.folded) and self.model.expert_parameters:
             raise ValueError(f"{self.model.name} has experts, not one down_proj a layer: no ladder, and nothing folded")
@@ -101,17 +103,20 @@ class Split:
     def m_parameters(self) -> int:
         """Weights of the phone's part of the adapter: all Ms, and the B of a folded layer."""
         if self.method == "ladder":
-            numbers, hidden = self.adapted_layers * self.r_c2d, self.model.hidden
-            gated = (self.width or 0) * (2 * (numbers + 1) + hidden)  # up and gate with their biases, and down
-            return numbers * hidden + gated
-        return self.adapted_layers * self.projections * self.r_c2d * self.r_d2c + self.folded * self._b_parameters
+            inputs = self.adapted_layers * self.r_c2d
+            hidden = self.model.hidden
+            gated = (self.width or 0) * (2 * (inputs + 1) + hidden)  # up and gate with their biases, and down
+            return inputs * hidden + gated
+        ms = self.adapted_layers * self.projections * self.r_c2d * self.r_d2c
+        return ms + self._b_parameters if self.folded else ms
 
     @property
     def a_and_b_parameters(self) -> int:
         """Weights of all As and Bs, on the cloud."""
         on_down_proj = self.folded or self.method == "ladder"
         inputs = self.model.intermediate if on_down_proj else self.projections * self.model.hidden
-        return self.adapted_layers * (inputs * self.r_c2d + self._b_parameters) - self.folded * self._b_parameters
+        layers_with_b = self.adapted_layers - 1 if self.folded else self.adapted_layers  # a folded B is on the phone
+        return self.adapted_layers * inputs * self.r_c2d + layers_with_b * self._b_parameters
 
     @property
     def _b_parameters(self) -> int:
@@ -120,7 +125,7 @@ class Split:
         return outputs * self.r_d2c
 
     def traffic(self, seq: int = 1, batch: int = 1, logits: str = "all") -> Traffic:
-        """What crosses in one pass over ``batch · seq`` positions.
+        """The traffic of one pass over ``batch · seq`` positions.
 
         ``logits`` says which positions meet the LM head: ``"all"``, or the ``"last"`` of each sequence.
         """
@@ -137,19 +142,23 @@ class Split:
 
         Each sequence has ``context`` positions in the cloud's KV cache.
         """
-        model, link, positions = self.model, self.link, batch * seq
+        model = self.model
+        link = self.link
+        positions = batch * seq
         head_positions = positions if logits == "all" else batch
-        corrected = head_positions if self.method == "ladder" else positions
+        m_positions = head_positions if self.method == "ladder" else positions
         sent = self.traffic(seq, batch, logits)
-        up_bits, down_bits = (n * model.hidden * self.bits for n in (positions, head_positions))
+        # The end points: the word embedding goes up, the final hidden state comes down.
+        end_up_bits = positions * model.hidden * self.bits
+        end_down_bits = head_positions * model.hidden * self.bits
         return {
             "decoder": self._cloud_s(model.decoder_parameters, positions),
             "lm_head": roofline_s(model.embedding_parameters, head_positions, self.device, self.phone_bits),
-            "m": roofline_s(self.m_parameters, corrected, self.device, self.phone_bits),
+            "m": roofline_s(self.m_parameters, m_positions, self.device, self.phone_bits),
             "a_and_b": roofline_s(self.a_and_b_parameters, positions, self.cloud, self.cloud_bits),
-            "endpoints": up_bits / link.uplink_bits_per_s + down_bits / link.downlink_bits_per_s,
-            "uplink": (sent.uplink_bits - up_bits) / link.uplink_bits_per_s,
-            "downlink": (sent.downlink_bits - down_bits) / link.downlink_bits_per_s,
+            "endpoints": end_up_bits / link.uplink_bits_per_s + end_down_bits / link.downlink_bits_per_s,
+            "uplink": (sent.uplink_bits - end_up_bits) / link.uplink_bits_per_s,
+            "downlink": (sent.downlink_bits - end_down_bits) / link.downlink_bits_per_s,
             "round_trips": sent.round_trips * self.rtt_s,
             "kv_cache": self.cache_s(context, positions, batch),
         }
@@ -159,20 +168,21 @@ class Split:
         return 2 * self.model.kv_dim * self.model.cached_positions(context) * batch * self.cache_bits / 8
 
     def cache_s(self, context: int, positions: int = 1, batch: int = 1) -> float:
-        """Seconds of the cloud for one pass's look at the cache: reading it once, or ``positions``' arithmetic with it.
+        """Seconds of the cloud for one pass over the cache: reading it once, or computing with it, the longer.
 
-        Each query meets each key and weighs each value, four operations for each of its numbers.
+        Each of ``positions`` queries is multiplied with each key and weighs each value: four operations a number.
         """
         operations = 4 * self.model.query_dim * self.model.cached_positions(context) * positions
         read_s = self.cache_bytes(context, batch) / self.cloud.memory_bandwidth_bytes_per_s
         return max(read_s, operations / self.cloud.flops_per_s)
 
     def gpu_tokens_per_s(self, gpu: str | float | None, positions: int = 1) -> tuple[float, str]:
-        """The whole model's tokens per second on the cloud alone, and where that figure comes from.
+        """The whole model's tokens per second on the cloud alone, and the origin of that figure.
 
         ``gpu`` as in :func:`~plpkg.throughput.decode`; ``positions`` count for the roofline only.
         """
-        model, cloud = self.model, self.cloud
+        model = self.model
+        cloud = self.cloud
         if gpu is None or gpu == "published":
             speed = published_gpu_tokens_per_s(model, cloud)
             if speed is not None and self.cloud_bits == 16:
@@ -189,27 +199,36 @@ class Split:
         return positions / self._cloud_s(model.computing_parameters, positions), "roofline"
 
     def _cloud_s(self, parameters: int, positions: int) -> float:
-        """Seconds of the cloud for ``parameters`` weights with all experts: each position computes with its own
-        choice of them, and those that any position chose are read once."""
-        active, read = (parameters - self.model.unread_parameters(n) for n in (1, positions))
+        """Seconds of the cloud for ``parameters`` weights, all experts included.
+
+        Each position computes with the experts that it chooses; those that any position chose are read once.
+        """
+        active = parameters - self.model.unread_parameters(1)
+        read = parameters - self.model.unread_parameters(positions)
         return roofline_s(active, positions, self.cloud, self.cloud_bits, read)
 
     def unfit(self, cache_bytes: float = 0.0) -> tuple[str, ...]:
-        """A sentence for each side whose memory does not hold its part: layers and cache here, tables and Ms there."""
+        """A sentence for each side whose memory does not hold its part.
+
+        The cloud holds the layers, As and Bs and the cache; the phone holds the word embedding, the LM head and the Ms.
+        """
         model = self.model
-        tables = model.embedding_parameters * (1 if model.tied_embeddings else 2)
+        tables = 1 if model.tied_embeddings else 2
         on_cloud = (model.decoder_parameters + self.a_and_b_parameters) * self.cloud_bits / 8 + cache_bytes
-        on_phone = (tables + self.m_parameters) * self.phone_bits / 8
+        on_phone = (tables * model.embedding_parameters + self.m_parameters) * self.phone_bits / 8
         return (*does_not_fit(on_cloud, self.cloud), *does_not_fit(on_phone, self.device))
 
 
 def roofline_s(parameters: float, positions: int, device: Device, bits: int, read: float | None = None) -> float:
     """Seconds to multiply ``parameters`` weights with ``positions`` positions: reading or arithmetic, the longer.
 
-    ``read`` weights are read once for all positions, where these are not the weights that each computes with.
+    ``read`` weights are read once for all positions; ``None`` means ``parameters``.
     """
-    read_s = (parameters if read is None else read) * bits / 8 / device.memory_bandwidth_bytes_per_s
-    return max(read_s, 2 * parameters * positions / device.flops_per_s)
+    if read is None:
+        read = parameters
+    read_s = read * bits / 8 / device.memory_bandwidth_bytes_per_s
+    compute_s = 2 * parameters * positions / device.flops_per_s
+    return max(read_s, compute_s)
 
 
 def does_not_fit(num_bytes: float, device: Device) -> tuple[str, ...]:

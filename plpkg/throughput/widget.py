@@ -36,18 +36,19 @@ def compute(model: str, rank: int, link: str, rtt_ms: float) -> Speeds:
 def read_out(result: Speeds) -> str:
     """The result in words."""
     split = result.split
-    term, seconds = max(split.breakdown().items(), key=lambda item: item[1])
+    parts = split.breakdown()
+    largest = max(parts, key=parts.get)
+    unfit = "".join(f" But {sentence}." for sentence in (*split.unfit, *result.phone_only_unfit))
     return (
         f"{split.model}, rank {split.r_c2d}, {split.link}: {split.tokens_per_s:.2f} tokens/s, "
         f"{100 * split.gpu_fraction:.1f} % of the GPU's {split.gpu_tokens_per_s:.1f} ({split.gpu}). "
-        f"Largest term: {plots.TERM_LABELS[term]}, {1e3 * seconds:.1f} ms of {1e3 / split.tokens_per_s:.1f}. "
-        f"The phone alone, 4 bit, roofline: {result.phone_only_tokens_per_s:.2f} tokens/s."
-        + "".join(f" But {sentence}." for sentence in (*split.unfit, *result.phone_only_unfit))
+        f"Largest term: {plots.TERM_LABELS[largest]}, {1e3 * parts[largest]:.1f} ms of {1e3 / split.tokens_per_s:.1f}. "
+        f"The phone alone, 4 bit, roofline: {result.phone_only_tokens_per_s:.2f} tokens/s.{unfit}"
     )
 
 
 def draw(result: Speeds, ax):
-    """Where the token's time goes, beside the GPU alone and the phone alone."""
+    """A bar of the split's time for a token by term, beside the GPU alone and the phone alone."""
     alone = {
         "GPU alone": result.split.gpu_tokens_per_s,
         "phone alone,\n4 bit, roofline": result.phone_only_tokens_per_s,
@@ -63,8 +64,10 @@ def explorer() -> Explorer:
         "link": links(),
         "rtt_ms": ipywidgets.FloatSlider(value=0, min=0, max=60, step=0.5, description="RTT (ms)"),
     }
-    controls["link"].observe(  # before the explorer observes it, and draws
-        lambda change: setattr(controls["rtt_ms"], "value", 1e3 * catalog.link(change["new"]).rtt_s), "value"
-    )
+
+    def take_rtt(change) -> None:
+        controls["rtt_ms"].value = 1e3 * catalog.link(change["new"]).rtt_s
+
+    controls["link"].observe(take_rtt, "value")  # before the explorer observes it, and draws
     question = "At which round-trip time does the split model become slower than the phone alone?"
     return Explorer(controls, compute, read_out, draw, question)
