@@ -122,7 +122,7 @@ class Engine:
     def load(self, name: str, adapter: Adapter | str | Path) -> Adapter:
         """Give an adapter, or one in a folder, a name, which may be taken: requests under way end as they began.
 
-        A folder of another method that is LoRA as well, PrivateLoRA's, is converted first (:func:`~plpkg.adapters.load_adapter`).
+        PrivateLoRA's, and any other method that is LoRA as well, is converted (:func:`~plpkg.adapters.load_adapter`).
 
         Raises
         ------

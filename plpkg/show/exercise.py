@@ -1,8 +1,8 @@
 """Exercises that answer back: a verdict with a hint, never a bare assertion.
 
-An answer, or what a learner's function returns, can be any object. Three steps compare it: :func:`_plain` turns arrays
-into tensors, :func:`_alike` says whether it is right, and :func:`_difference` puts into words how it is wrong. A
-learner's object may raise wherever it is touched, so they are called through :func:`_or_none`.
+An answer, or what a learner's function returns, can be any object. Three steps compare it: ``_plain`` turns arrays
+into tensors, ``_alike`` says whether it is right, and ``_difference`` puts into words how it is wrong. A
+learner's object may raise wherever it is touched, so they are called through ``_or_none``.
 """
 
 import copy
