@@ -201,7 +201,7 @@ def _pair(
         raise ValueError(f"{shown(path)}: lora_A and lora_B have the shapes {shapes}, this base needs {needed}")
     if rank > limits.max_rank:
         raise ValueError(f"{shown(path)}: the rank is {rank}, at most {limits.max_rank} is allowed")
-    # A regular expression is not run: where one gives ranks, the weights' own rank is taken.
+    # Ranks are compared where all are given by name: a regular expression is not run.
     if all(map(literal, fields.rank_pattern or {})):
         configured = value_of(fields.rank_pattern, path, fields.r)
         if rank != configured:
@@ -209,7 +209,7 @@ def _pair(
     scale = _scale(path, rank, fields)
     numbers = torch.finfo(torch.float32)
     if not numbers.tiny <= abs(scale) <= numbers.max:  # with 0 it would be the base under an adapter's name
-        raise ValueError(f"{shown(path)}: the scale {scale:g} is none in float32")
+        raise ValueError(f"{shown(path)}: the scale {scale:g} is 0 or out of range in float32")
     return Pair(down, up, scale)
 
 

@@ -166,8 +166,8 @@ class OnlineLearner(Tabular):
         ValueError
             An id that is unknown or was labelled before, a class out of range: nothing is learnt from any of them.
         FloatingPointError
-            A step would make the head other than finite: its samples are dropped, and the head stays as it is. The
-            other labels are heard before.
+            A step would make the head other than finite: its samples are dropped, and the head stays as it is. All
+            other labels count.
         RuntimeError
             The body has changed since the prediction.
         """
@@ -179,22 +179,22 @@ class OnlineLearner(Tabular):
         classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y]
         if len(ids) != len(classes):
             raise ValueError(f"each id needs a label, got {len(ids)} ids and {len(classes)} labels")
-        unknown = [i for i in ids if i not in self._open]
-        repeated = [i for i in ids if ids.count(i) > 1]
-        if unknown or repeated:
-            first = (unknown + repeated)[0]
-            raise ValueError(f"no prediction {first!r} waits for a label")
+        for i in ids:
+            if i not in self._open:
+                raise ValueError(f"no prediction {i!r} waits for a label")
+            if ids.count(i) > 1:
+                raise ValueError(f"prediction {i!r} is given {ids.count(i)} labels")
         failed = None
-        for i, right in zip(ids, classes, strict=True):
+        for i, true_class in zip(ids, classes, strict=True):
             prediction = self._open.pop(i)
             outcome = dict(
-                shown=self._shown(prediction) == right,
-                public=prediction.public == right,
-                personal=prediction.personal == right,
+                shown=self._shown(prediction) == true_class,
+                public=prediction.public == true_class,
+                personal=prediction.personal == true_class,
             )
             self.outcomes.append(outcome)
             self._right.update(outcome)
-            self._ready.append((prediction.features, right))
+            self._ready.append((prediction.features, true_class))
             if len(self._ready) == self.batch:
                 try:
                     self._step()

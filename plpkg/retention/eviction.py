@@ -70,9 +70,9 @@ def keep_indices(
     Parameters
     ----------
     scores
-        ``(batch, num_kv_heads, n)``, in the order of time. Of equal scores the earlier unit stays.
+        ``(batch, num_kv_heads, n)``, in the order of time. Of equal scores the earlier unit stays; NaN is the lowest.
     budget
-        How many stay; all, if there are no more. NaN is the lowest score.
+        How many stay; all, if there are no more.
     first, last, stabilizers
         The first units and the last ones that stay whatever their score; the larger of ``last`` and ``stabilizers``.
     also
@@ -97,8 +97,8 @@ def keep_indices(
     if n <= budget:
         return torch.arange(n, device=scores.device).expand(*scores.shape[:-1], n)
     limits = torch.finfo(scores.dtype)
-    # Nothing may be above what is protected, and a NaN would be equal to nothing.
-    scores = scores.nan_to_num(limits.min).clamp(limits.min, limits.max)
+    # Infinite scores become finite as well: nothing may be above what is protected.
+    scores = scores.nan_to_num(limits.min)
     if first:
         scores[..., :first] = float("inf")
     if last:

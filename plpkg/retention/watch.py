@@ -399,15 +399,15 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
     """
     layers = attention_layers(model)
 
+    def end(*_) -> None:
+        if now() is watch:
+            _NOW.watch = None
+
     # A thread that is about to call a hook while another removes it calls it without kwargs.
     def begin(_module, _args, kwargs=MappingProxyType({})) -> None:
         end()  # of a pass that broke off before its hooks
         if cache is None or kwargs.get("past_key_values") is cache:
             _NOW.watch = watch
-
-    def end(*_) -> None:
-        if now() is watch:
-            _NOW.watch = None
 
     def projected(number: int, _module, _args, output: torch.Tensor) -> None:
         if now() is watch:
@@ -424,13 +424,13 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
         inner.register_forward_pre_hook(begin, with_kwargs=True),
         inner.register_forward_hook(end, always_call=True),
     ]
-    for i, layer in enumerate(layers):
-        hooks += [projection.register_forward_hook(partial(projected, i)) for projection in layer.projections]
-        hooks.append(layer.module.register_forward_pre_hook(partial(called, i), with_kwargs=True))
+    for number, layer in enumerate(layers):
+        hooks += [projection.register_forward_hook(partial(projected, number)) for projection in layer.projections]
+        hooks.append(layer.module.register_forward_pre_hook(partial(called, number), with_kwargs=True))
     configs = [model.config] + [layer.module.config for layer in layers]
     once_each = {id(config): config for config in configs}  # most layers share one
     try:
-        with _wrapped(inner, once_each.values()):
+        with _wrapped(inner, once_each.values()):  # the wrapper calls watch.attended with each layer's units
             yield watch
     finally:
         for hook in hooks:

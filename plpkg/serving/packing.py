@@ -26,7 +26,7 @@ FAR = 2**20
 
 @torch.inference_mode()
 def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
-    """Refuse a model that answers otherwise when requests are packed, be it for a reason that nobody foresaw.
+    """Refuse a model whose answers differ when requests are packed, be it for a reason that nobody foresaw.
 
     Parameters
     ----------
@@ -38,13 +38,14 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
     Raises
     ------
     ValueError
-        It does, or it cannot be tried.
+        Its answers differ, or it cannot be tried.
     """
     kind = type(model).__name__
     if getattr(model, "_is_stateful", False):
         raise ValueError(f"{kind} has recurrent layers, whose state would run from one request into the next")
     vocab = model.get_input_embeddings().num_embeddings
     starts = [0, 0, *_starts(model.config)]  # two at the beginning, so that one follows another
+    suspects = range(len(starts))
     for attempt in range(TRIES):
         texts = (torch.arange(2 * LENGTH) + attempt * 2 * LENGTH).remainder(vocab).view(2, LENGTH).tolist()
         places = list(zip(starts, itertools.cycle(texts), strict=False))
@@ -59,18 +60,18 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
         errors = (together - alone).abs().amax(1) / alone.abs().amax(1)  # (places,)
         eps = torch.finfo(alone.dtype).eps
         single = torch.finfo(torch.float32).eps
-        tolerance = max(eps, single) ** 0.5  # half of the digits, of those in which some layers compute
-        wrong = [place for place, each in enumerate(errors.tolist()) if not each <= tolerance]  # NaN is wrong as well
-        if not wrong:
+        tolerance = max(eps, single) ** 0.5  # half of the digits of dtype, or of float32 if that has fewer
+        # All places are packed again: it may be the neighbour that spoils one. NaN is wrong as well.
+        suspects = [place for place in suspects if not errors[place] <= tolerance]
+        if not suspects:
             return
-        error = errors[wrong[0]]
-        starts = [starts[place] for place in wrong]
         if eps <= single:
             break
     where = ""
-    if starts[0]:
-        where = f"at positions {starts[0]} to {starts[0] + LENGTH - 1} "
-    apart = f"{where}its logits are {error:.2g} apart"
+    start = starts[suspects[0]]
+    if start:
+        where = f"at positions {start} to {start + LENGTH - 1} "
+    apart = f"{where}its logits are {errors[suspects[0]]:.2g} apart"
     raise ValueError(f"{kind} answers otherwise when requests are packed: {apart}")
 
 

@@ -92,7 +92,7 @@ def test_late_labels_in_any_order_make_the_steps_of_autograd(batch, bias):
     [
         ([0, 20], [1, 1], "no prediction 20 waits for a label"),
         ([-1], [1], "no prediction -1 waits for a label"),
-        ([2, 3, 2], [1, 1, 1], "no prediction 2 waits for a label"),
+        ([2, 3, 2], [1, 1, 1], "prediction 2 is given 2 labels"),
         ([0, 19], [1, 1], "no prediction 19 waits for a label"),
         ([0, 1], [1, CLASSES], f"y must be between 0 and classes - 1={CLASSES - 1}, got {CLASSES}"),
         ([0, 1], [1, -1], "y must be .*between .* got -1"),

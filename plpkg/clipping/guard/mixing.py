@@ -3,11 +3,11 @@
 Which example owns each row of a layer's output is found once for each shape of the model's inputs
 (:mod:`plpkg.clipping.guard.probe`).
 
-A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which must
-reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps every two
-examples are told apart; at an example's new shapes, and else once in fifty steps, at random, one half of the examples
-from the other. What leaves no trace in the graph is seen by :mod:`plpkg.clipping.guard.replay`, in the first steps and
-then once in a hundred.
+A gradient of zero says nothing about mixing: a gate may open later. So some of the losses go backward alone, which
+must reach their own examples' rows of every layer and no others (:meth:`Guard.verify`). In the first steps, of any two
+examples the loss of each goes backward once without the other's; at an example's new shapes, and else once in fifty
+steps, at random, one half of the examples from the other. What leaves no trace in the graph is seen by
+:mod:`plpkg.clipping.guard.replay`, in the first steps and then once in a hundred.
 
 What begins to mix later is looked at as in the beginning, in that very step, where it shows: a layer, a mode, a hook,
 or a number, text or function that a module keeps has changed, or the graph has other nodes (:meth:`Guard.is_new`). The
@@ -19,11 +19,12 @@ Left out: a tensor that the model, or the losses function, keeps of one batch fo
 that changes, after the first steps, in another way than PyTorch counts (``.data``, numpy).
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
+from itertools import chain, combinations, islice
 from random import SystemRandom
 from types import FunctionType, MethodType
 
@@ -37,7 +38,7 @@ from plpkg.clipping.layers import Call
 from plpkg.clipping.sites import LOOP_TAKES_IT, Site, check_layers, merges
 
 FIRST = 3
-"""So many steps are looked at as a whole, in the beginning."""
+"""So many steps are looked at thoroughly, in the beginning."""
 SELDOM = 50
 """Then one half of the examples is told from the other in one step of so many."""
 REPLAYED = 100
@@ -64,7 +65,7 @@ class Guard:
         self._changes: Counter[tuple[int, str]] = Counter()
         self._graphs: set[int] = set()
         self._shapes: set[Hashable] = set()
-        self._whole = FIRST  # so many steps more, every two examples are told apart
+        self._thorough_steps = FIRST  # so many steps more, each example is told from every other one
         self._replays = FIRST  # so many steps more are made again
         self._new = False  # whether this step has shapes that no step before had
         # Of the forward pass under way:
@@ -75,7 +76,7 @@ class Guard:
     @property
     def fresh(self) -> bool:
         """Whether these are the first steps, or the first after a layer, a mode or a hook has changed."""
-        return self._whole > 0
+        return self._thorough_steps > 0
 
     def begin(self, model: nn.Module, args: tuple, kwargs: dict, batch: int, run: Callable[[Probe], object]) -> None:
         """A forward pass of so many examples begins. ``run`` has a probe look at the model, where none has.
@@ -108,7 +109,7 @@ class Guard:
     def stand(self, model: nn.Module) -> None:
         """A forward pass of one example begins: nothing can mix it with others, but the model may keep some of it."""
         self._contents = self.fresh
-        self._whole = max(0, self._whole - 1)
+        self._thorough_steps = max(0, self._thorough_steps - 1)
         self._state = state(model, contents=self._contents)
 
     def still(self, model: nn.Module) -> None:
@@ -145,7 +146,7 @@ class Guard:
 
     def look_again(self) -> None:
         """The step under way is looked at as in the beginning."""
-        self._whole = max(1, self._whole)
+        self._thorough_steps = max(1, self._thorough_steps)
         self._replays = max(1, self._replays)
 
     def is_new(self, losses: torch.Tensor) -> bool:
@@ -198,7 +199,7 @@ class Guard:
         for half in halves:
             with passing(RowPass(half)):
                 losses[half].sum().backward(retain_graph=True)
-        self._whole = max(0, self._whole - 1)
+        self._thorough_steps = max(0, self._thorough_steps - 1)
         self._new = False
 
     def _halves(self, losses: torch.Tensor) -> list[torch.Tensor]:
@@ -209,14 +210,27 @@ class Guard:
         count = len(losses)
         if count < 2 or is_fake(losses):
             return []
-        order = torch.tensor(_RANDOM.sample(range(count), count))
-        if self._whole:
-            # Any two of the examples' numbers differ in some bit, and there the two are in different halves.
-            bits = (count - 1).bit_length()
-            return [(order >> bit) % 2 == 1 for bit in range(bits)]
+        order = _RANDOM.sample(range(count), count)
+        if self._thorough_steps:
+            memberships = _memberships(count)
+            members = torch.tensor([memberships[number] for number in order])  # (batch, halves)
+            return list(members.T)
         if self._new or _RANDOM.randrange(SELDOM) == 0:
-            return [order < count // 2]
+            return [torch.tensor(order) < count // 2]
         return []
+
+
+def _memberships(count: int) -> list[list[bool]]:
+    """For each of ``count`` examples, in which of some halves it is: of any two, each is in one without the other.
+
+    That is so where all are in equally many halves, and no two in the same ones (Sperner). The fewest halves that have
+    room for all are taken: two for two examples, eight for 64.
+    """
+    halves = 2
+    while math.comb(halves, halves // 2) < count:
+        halves += 1
+    chosen = islice(combinations(range(halves), halves // 2), count)
+    return [[half in its for half in range(halves)] for its in chosen]
 
 
 def _shape_without_batch(tensor: torch.Tensor, batch: int) -> torch.Size:

@@ -251,18 +251,19 @@ class Recorder:
         FloatingPointError
             An example's gradient is not finite.
         """
-        two_passes = execution.two_passes and not clip.local
+        needs_second_pass = execution.two_passes and not clip.local
         with self.leaves_of(losses):
             self.guard.verify(losses, self.passing)
             norm_pass = NormPass(self.layers, self._uses, clip, execution, owners, beside)
             with self.passing(norm_pass):
-                losses.sum().backward(retain_graph=two_passes)
+                losses.sum().backward(retain_graph=needs_second_pass)
                 self._refuse_stray()
             norms = norm_pass.finish(losses)
-            sums = norm_pass.sums
-            if two_passes:
-                # The same gradients again, scaled layer by layer: reweighted losses would round differently from
-                # what the norms were taken of, in half precision by more than an example may move the sum.
+            sums = norm_pass.sums  # of what the first pass kept; the second adds the missing ones
+            if needs_second_pass:
+                # The same gradients again, scaled layer by layer. Not by reweighting the losses: that would round
+                # differently from what the norms were taken of, in half precision by more than an example may move
+                # the sum.
                 scale = clip.factors(norms.square(), clip.sensitivity)
                 if owners is not None:
                     scale = scale[owners.to(scale.device)]  # (batch,): each example has its user's

@@ -52,7 +52,7 @@ class Forward:
 def tap(
     forward: Forward,
     wanted: Callable[[Site], tuple[str, ...]],
-    see: Callable[[Site, Call, torch.autocast], None],
+    report: Callable[[Site, Call, torch.autocast], None],
 ):
     """Let a layer's output through; its backward tells what the layer read and what gradient came.
 
@@ -60,7 +60,7 @@ def tap(
     ----------
     forward
         The call.
-    wanted, see
+    wanted, report
         Asked, and then told, in the backward pass: as :meth:`Pass.wanted` and :meth:`Pass.report`.
 
     Returns
@@ -84,11 +84,12 @@ def tap(
     device = outputs[0].device.type
     precision = torch.get_autocast_dtype(device)
     is_autocast = torch.is_autocast_enabled(device)
+    saved_tensors = [*inputs, *copies, *forward.masks]
     # Numbers alone: the backward keeps this function alive, and checkpointing is to drop the tensors.
     first_copy = len(inputs)
     first_mask = first_copy + len(copies)
 
-    def report(saved: Sequence[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> None:
+    def on_backward(saved: Sequence[torch.Tensor], gradients: tuple[torch.Tensor, ...]) -> None:
         names = wanted(site)
         if not names:
             return
@@ -104,10 +105,10 @@ def tap(
             outputs=tuple(saved[first_copy:first_mask]),
             masks=tuple(saved[first_mask:]),
         )
-        see(site, call, torch.autocast(device, dtype=precision, enabled=is_autocast))
+        report(site, call, torch.autocast(device, dtype=precision, enabled=is_autocast))
 
     anchor = torch.zeros(0, requires_grad=True)  # so that the first layer's output has a gradient, too
-    tapped = _Tap.apply(report, len(outputs), anchor, *outputs, *inputs, *copies, *forward.masks)
+    tapped = _Tap.apply(on_backward, len(outputs), anchor, *outputs, *saved_tensors)
     for place, output in zip(places, tapped, strict=True):
         results[place] = output
     return tree_unflatten(results, structure)

@@ -193,7 +193,7 @@ class DeviceClient:
         chunk_size
             Tokens of the prompt that go up at a time; all of them by default. A cloud with a bounded cache
             (``CloudServer(cache=…)``) never holds more units than its budget and so many: it forgets after each chunk
-            and each token. It takes no ``draft``. A text that is read again after a break is forgotten anew.
+            and each token. Such a cloud takes no ``draft``. A text that is read again after a break is forgotten anew.
 
         Returns
         -------
@@ -228,10 +228,10 @@ class DeviceClient:
         self.connect()  # it says how long a text may be
         if draft is not None and self.wire.forgets:
             raise ValueError(f"draft={draft!r}: the cloud's cache is bounded, and cannot take guesses back")
-        changes = rope_changes(self._model.config)
+        rope_limits = rope_changes(self._model.config)
         with self._alone():
             while not text.over:
-                guesses = text.guesses(min(draft_tokens, self._most_guesses(text, changes)))
+                guesses = text.guesses(min(draft_tokens, self._most_guesses(text, rope_limits)))
                 logits = reading.next_logits(text.ids, guesses)
                 self.wire.traffic.drafted_tokens += len(guesses)
                 for tokens, guessed in text.take(logits, guesses):
@@ -241,10 +241,10 @@ class DeviceClient:
                 reading.cut_back(text.ids.shape[1] - 1)  # the token that was written last is not read yet
         return text.ids
 
-    def _most_guesses(self, text: Writing, changes: list[tuple[str, int]]) -> float:
+    def _most_guesses(self, text: Writing, rope_limits: list[tuple[str, int]]) -> float:
         """How many guesses one pass may carry: what the text, the cloud and the model's RoPE have room for."""
         length = text.ids.shape[1]
-        before_turn = writing.guesses_before_rope_turns(changes, length)
+        before_turn = writing.guesses_before_rope_turns(rope_limits, length)
         return min(text.room, self.wire.max_tokens - length, before_turn)
 
     @torch.no_grad()

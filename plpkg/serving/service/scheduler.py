@@ -234,7 +234,7 @@ class Scheduler:
         free_places = self.places - len(self.running)
         free_positions = self.positions - sum(each.positions for each in self.running)
         drained = ""  # the adapter whose slot takes no newcomers
-        for ticket in self._in_order(now_s):
+        for ticket in self._in_order(now_s):  # a generator, which sees the states that _start changes below
             full = free_places <= 0 or free_positions <= 0
             if full and running[ticket.account] + 1 > self._share("places", num_accounts):
                 if num_accounts == 1:
@@ -243,7 +243,9 @@ class Scheduler:
             has_slot, _ = self._slot(ticket.adapter)
             can_enter = has_slot and ticket.adapter != drained
             fits = can_enter and free_places > 0 and ticket.positions <= free_positions
-            victims = [] if fits else self._beyond_their_shares(ticket, num_accounts)
+            victims = [] if fits else self._beyond_their_shares(ticket, num_accounts)  # None: it has to wait
+            if victims is None and ticket is not self._reserved:
+                continue
             if victims is not None:
                 decisions += [self._pause(each, now_s) for each in victims]
                 decisions += self._dropped(ticket)
@@ -251,12 +253,9 @@ class Scheduler:
                 decisions.append(self._start(ticket, evicted, now_s))
                 running[ticket.account] += 1
                 if victims:
-                    break
-            elif ticket is self._reserved:
-                if not has_slot:
-                    drained = next(iter(self.slots))  # least recently used
-            else:
-                continue
+                    break  # what is free has changed: decide() looks anew
+            elif not has_slot:
+                drained = next(iter(self.slots))  # least recently used
             free_places -= 1  # taken, or reserved for it
             free_positions -= ticket.positions
         return decisions

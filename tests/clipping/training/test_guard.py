@@ -3,6 +3,7 @@
 import copy
 import math
 from contextlib import ExitStack, nullcontext
+from itertools import permutations
 
 import pytest
 import torch
@@ -109,10 +110,38 @@ def test_one_step_in_fifty_is_looked_at():
 
     for _ in range(guards.FIRST):
         together = torch.stack(looked_at())
-        assert all((together[:, i] != together[:, j]).any() for i in range(6) for j in range(i))  # all are told apart
+        assert all((together[:, i] & ~together[:, j]).any() for i, j in permutations(range(6), 2))
     assert len(looked_at(draws)) / draws == pytest.approx(1 / 50, abs=sampling_error(1 / 50 * 49 / 50, draws))
     assert {half.sum().item() for half in seen} == {3}
     assert not looked_at(losses=losses[:1], guard=Guard())
+
+
+@pytest.mark.parametrize("count", [2, 3, 4, 5, 20, 21, 64])
+def test_of_any_two_examples_each_goes_backward_without_the_other(count):
+    halves = []
+    Guard().verify(
+        torch.zeros(count, requires_grad=True), lambda row_pass: (halves.append(row_pass._half), nullcontext())[1]
+    )
+    members = torch.stack(halves).double()  # (halves, batch)
+    without = members.T @ (1 - members)  # in how many halves one is, and the other is not
+    assert (without + torch.eye(count) >= 1).all()
+    assert all(0 < half.sum() < count for half in halves)
+
+
+@pytest.mark.parametrize("count", [2, 5])
+@pytest.mark.parametrize("reads_others", ["the first", "the last"])
+def test_one_example_alone_that_reads_another(count, reads_others):
+    """Mixing in one direction: each of many trainings refuses its first step, whichever halves are drawn."""
+
+    def peek(x):
+        mixed = x.clone()
+        reader, read = (0, 1) if reads_others == "the first" else (-1, -2)
+        mixed[reader] = x[reader] + 0.01 * x[read]
+        return mixed
+
+    for _ in range(10):
+        with pytest.raises(ValueError, match="examples are mixed"):
+            step(training(Net(last=peek)), torch.randn(count, 6))
 
 
 def test_what_is_looked_at_again(passes):
