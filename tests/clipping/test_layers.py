@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 
 from plpkg.clipping import clipped_gradients
 from plpkg.clipping.execution import EXECUTIONS
-from plpkg.clipping.layers import any_layer, embedding_scale, rule_for, scale, scale_offset
+from plpkg.clipping.layers import RULES, any_layer, embedding_scale, rule_for, scale, scale_offset
 
 from rounding import assert_as_exact
 
@@ -349,6 +349,18 @@ def test_equal_to_one_example_at_a_time(name, assert_as_loop):
     mixed = name in ("Llama's RMSNorm", "Gemma's RMSNorm", "T5's norm", "a norm and what is added")
     for clipping in ("flat", "automatic", "per_layer"):
         assert_as_loop(model, loss, x, *EXECUTIONS, max_grad_norm=1.0, clipping=clipping, mixed=mixed)
+
+
+STOCK = (
+    *(nn.Linear(4, 3), Conv1D(3, 4), nn.Embedding(9, 4), nn.Conv1d(4, 3, 2), nn.Conv2d(4, 3, 2)),
+    *(nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4)),
+)
+
+
+def test_each_rule_is_taken_for_its_layer():
+    """Without its rule a layer would be taken apart slowly, with the same numbers."""
+    assert {type(layer) for layer in STOCK} == set(RULES)
+    assert all(rule_for(layer) is RULES[type(layer)] for layer in STOCK)
 
 
 def test_a_scaled_embedding_is_recognised_by_what_it_does():
