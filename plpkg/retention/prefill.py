@@ -128,7 +128,7 @@ def _warn_of_frequencies(model, seq: int, budget: int, chunk_size: int, local_le
     """Warn if the chunks of one prompt are computed with different frequencies."""
     changes = rope_changes(model.config)
     before_local = max(0, seq - local_len)
-    first_chunk = min(chunk_size, before_local or seq)
+    first_chunk = min(chunk_size, before_local) if before_local else seq  # all of a prompt that is local
     if not changes or first_chunk == seq:
         return
     kind, limit = min(changes, key=lambda change: change[1])

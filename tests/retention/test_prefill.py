@@ -342,6 +342,7 @@ def test_frequencies_that_change_on_the_way_are_said(backbone, ids, family, opti
             chunked_prefill(model, ids, KeyNorm(), budget, 4, positions=positions)
     chunked_prefill(model, ids, KeyNorm(), 6, 4)  # never more than ten: a warning would be an error
     chunked_prefill(model, ids, KeyNorm(), 6, SEQ, positions="original")
+    chunked_prefill(model, ids, KeyNorm(), 40, 4, positions="original", local_len=SEQ)  # all at once
     read = chunked_prefill(model, ids[:, :limit], KeyNorm(), 6, 4, positions="original")
     assert read.ask(model, ids[0, :3], max_new_tokens=2, min_new_tokens=2).shape == (2, 2)
     chunked_prefill(backbone(), ids, KeyNorm(), 6, 4, positions="original")
