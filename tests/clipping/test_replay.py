@@ -295,15 +295,34 @@ def test_what_mixes_nothing_is_taken_and_judged(net, options, always):
     assert set(always) == {""}
 
 
+def projections(**parts):
+    result = Projections(0, seed=7)
+    for key, value in parts.items():
+        result.add(key, torch.full((2, 3, 4), value))
+    return result
+
+
+@pytest.mark.parametrize(
+    ("loss", "gradient", "said"),
+    [
+        (1.0, 1.0, ""),
+        (1 + 1e-6, 1.0, ""),
+        (1 + 1e-4, 1.0, ""),
+        (1 + 1e-4, 2.0, "another loss"),  # alike by chance: on the way back alone it would be the same
+        (1 + 1e-6, 2.0, "on the way back"),
+        (1.1, 1.0, "another loss"),
+    ],
+)
+def test_the_loss_is_named_if_it_is_another_and_else_the_gradient(loss, gradient, said):
+    random = RandomState()
+    first = Made(torch.tensor(1.0), projections(first=1.0), random)
+    sentence = first.misfit(Made(torch.tensor(loss), projections(first=gradient), random))
+    assert said in sentence
+    assert bool(said) == bool(sentence)
+
+
 def test_experts_that_one_batch_does_not_ask():
     """A parameter that only one of the two batches used counts with nothing in the other."""
-
-    def projections(**parts):
-        result = Projections(0, seed=7)
-        for key, value in parts.items():
-            result.add(key, torch.full((2, 3, 4), value))
-        return result
-
     assert not projections(first=1.0).misfit(projections(first=1.0, second=0.0), 1e-4)
     assert projections(first=1.0).misfit(projections(first=1.0, second=1.0), 1e-4)
     assert projections(first=1.0, second=1.0).misfit(projections(second=1.0), 1e-4)

@@ -31,6 +31,8 @@ TOLERANCE = 1e-3
 """How far a norm may be from what it was: float32 rounds by 1e-6 where a router gives a kernel another shape."""
 HALF_TOLERANCE = 0.05
 """The same in half precision."""
+LOSS_ROUNDS = 1e-5
+"""A loss in float32 that is farther off than this share has changed, even if it is within the tolerance by chance."""
 CONFIRMED = 3
 """So often it has to fit when it is repeated, and not with others: once, random numbers of its own may do by chance."""
 PROJECTIONS = 4
@@ -139,12 +141,17 @@ class Made:
             )
         in_half = again.gradient.rounds or self.loss.dtype.itemsize < 4
         tolerance = HALF_TOLERANCE if in_half else TOLERANCE
-        if (again.loss - self.loss).abs() > tolerance * self.loss.abs():
+        apart = (again.loss - self.loss).abs()
+        has_another_loss = apart > tolerance * self.loss.abs()
+        has_another_gradient = self.gradient.misfit(again.gradient, tolerance)
+        if has_another_gradient and not in_half:
+            has_another_loss |= apart > LOSS_ROUNDS * self.loss.abs()
+        if has_another_loss:
             return (
                 "examples are mixed: beside other examples the same one has another loss (a mean or weights of the "
                 "whole batch, or a collate function that mixes or sorts them?)"
             )
-        if self.gradient.misfit(again.gradient, tolerance):
+        if has_another_gradient:
             return (
                 "examples are mixed on the way back: beside other examples the same one has another gradient (a hook, "
                 "or an autograd function?)"
