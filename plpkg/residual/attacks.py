@@ -320,7 +320,8 @@ class LinearInverter:
                 f"table's width, {table.shape[-1]}"
             )
         require_tokens(ids, len(table))
-        if not (hidden.isfinite().all() and table.isfinite().all()):
+        finite = (rows.isfinite().all() for rows in (hidden, *table.split(CHUNK)))  # without a copy of the whole table
+        if not all(finite):
             raise ValueError("hidden and table must be finite")
         from sklearn.covariance import oas
 
@@ -341,7 +342,8 @@ class LinearInverter:
         noise = torch.from_numpy(shrunk).to(e)  # the covariance of ε
         floor = 1e-12 * h.square().mean() + 1e-6 * noise.trace() / len(noise)  # so that it can be inverted
         self.whiten = torch.linalg.cholesky(torch.linalg.inv(noise + floor * identity))
-        self.keys = (table.detach().float() - centre.float()) @ (v @ self.whiten).float()  # (vocab, hidden)
+        seen = (v @ self.whiten).float()
+        self.keys = (table.detach().float() @ seen).sub_(centre.float() @ seen)  # (vocab, hidden)
 
     def queries(self, hidden: torch.Tensor) -> torch.Tensor:
         """Vectors to compare with the keys, in a space where the noise is white."""
