@@ -24,7 +24,7 @@ ERRORS = (ValueError, OSError, FloatingPointError, OverflowError)
 class OneLineErrors(TyperGroup):
     """Commands that fail with one of :data:`ERRORS` say so in one line, and exit with 2.
 
-    What another machine says is no fault of the arguments, and has none of their help.
+    An error of another machine is no fault of the arguments, and has none of their help.
     """
 
     def main(self, *args, **kwargs) -> object:

@@ -1,4 +1,4 @@
-"""What is loaded when, and how fast.
+"""When modules are loaded, and how fast.
 
 A room's front door opens the rooms behind it on first use (PEP 562), so that a mechanism loads without them.
 """

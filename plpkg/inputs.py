@@ -24,7 +24,7 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
         Of one text, ``(tokens,)``, or of several of one length, ``(batch, seq)``: a tensor, an array or a list; or what
         a tokenizer gives, without padding. What a processor gives beside text (images, say) is refused.
     name
-        What they are called, for messages.
+        Their name in messages.
     least
         The fewest numbers.
 
@@ -99,7 +99,7 @@ def ids_and_labels(batch, name: str = "a batch") -> tuple[torch.Tensor, torch.Te
         and ``attention_mask``, padded on the right: what ``corpora.batch`` or a Hugging Face collator makes. Labels of
         -100 are not learnt. Without labels the text itself is, without its padding.
     name
-        What it is called, for messages.
+        Its name in messages.
 
     Raises
     ------

@@ -208,7 +208,7 @@ def pretrain(
     Parameters
     ----------
     recipe
-        What to train.
+        The model to train.
     out
         A folder. It gets ``checkpoint.safetensors`` (which stays), ``training.csv`` (the log), and at the end the model
         (bfloat16 safetensors) and the tokenizer as ``save_pretrained`` writes them, and last ``recipe.json``.

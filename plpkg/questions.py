@@ -300,7 +300,7 @@ def right(said: str, accepted: str | Iterable[str], others: Iterable[str] = ()) 
     said
         The answer.
     accepted
-        What is accepted: one of them has to stand there, its words one after the other.
+        The accepted answers: one of them has to stand there, its words one after the other.
     others
         Values that would answer otherwise: with one of them besides ("Tuesday or Friday"), nothing is answered.
     """

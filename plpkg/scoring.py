@@ -116,7 +116,7 @@ def score(
     batch
         Windows at a time, at the most: fewer if their logits would be more than :data:`LOGITS`.
     reading
-        What comes before each document, read already: :func:`plpkg.retention.chunked_prefill` gives one. A document
+        The text before each document, read already: :func:`plpkg.retention.chunked_prefill` gives one. A document
         goes on from it in one piece, without the token for the beginning of a text: there is no ``seq`` and no
         ``stride``. If a tokenizer has no such token, a document's first one is not scored, as without a reading.
 

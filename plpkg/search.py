@@ -182,7 +182,7 @@ class Search:
     Attributes
     ----------
     passages, skipped
-        What :func:`~plpkg.passages.read_folder` gave at the last question.
+        The result of :func:`~plpkg.passages.read_folder` at the last question.
 
     Raises
     ------

@@ -23,9 +23,9 @@ def whole_number(name: str, value: object, low: int, high: int | None = None, li
     Parameters
     ----------
     name
-        What the argument is called, for the message.
+        The name of the argument in the message.
     value
-        What the caller gave.
+        The caller's value.
     low, high
         The allowed range, both ends included; ``high=None`` leaves it open.
     limit
@@ -126,7 +126,7 @@ def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Call
     Parameters
     ----------
     takers
-        What the function passes its ``**`` on to; their parameters become the signature's last.
+        The functions to which its ``**`` goes on; their parameters become the signature's last.
     without
         Those of them that the function sets itself.
 

@@ -44,7 +44,7 @@ class Adapter:
     Attributes
     ----------
     config
-        What is in ``adapter_config.json``.
+        The fields of ``adapter_config.json``.
     factors
         By the module's path in the base, in the base's order. Their tensors are views of ``files``.
     files

@@ -11,7 +11,7 @@ DAY = 86_400  # seconds
 def days_until(seconds: float, windows: Iterable[tuple[float, float]], checkpoint_s: float = 0.0) -> float | None:
     """Days from time 0 until ``seconds`` of learning are done; None if the windows end before.
 
-    What one window leaves goes on in the next; each loses ``checkpoint_s``, to load the model and its checkpoint.
+    Work that one window leaves goes on in the next; each loses ``checkpoint_s``, to load the model and its checkpoint.
     """
     left = number("seconds", seconds, open_low=True)
     overhead = number("checkpoint_s", checkpoint_s)

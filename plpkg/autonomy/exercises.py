@@ -24,7 +24,7 @@ def guarded(function: object) -> Verdict:
 
 
 def _shown(public: list, personal: list, right: list, allowance: int, leads=gt, peeks=False, as_well=False) -> list:
-    """What a guard shows; it may peek at the label, or spend the public model's errors as well."""
+    """The predictions that a guard shows; it may peek at the label, or spend the public model's errors as well."""
     shown, lead, spent = [], 0, 0
     for one, other, truth in zip(public, personal, right, strict=True):
         won = (other == truth) - (one == truth)

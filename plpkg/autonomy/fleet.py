@@ -38,7 +38,7 @@ def fleet(
     Parameters
     ----------
     people
-        What each learns from, by name; asked for when its turn comes, so that a mapping may read it from a disk.
+        The task of each person, by name; asked for when its turn comes, so that a mapping may read it from a disk.
     learn
         Makes a dict of tensors, numbers, strings and lists, always the same, on one thread; the data stay as they are.
         With a folder, its keys are all texts or all whole numbers, and so are the names.

@@ -26,7 +26,7 @@ class Transfer(Tabular):
     model
         It shares what was not trained with the public model.
     state
-        What was trained, by name: all that the device has to keep.
+        The trained tensors, by name: all that the device has to keep.
     log
         One dict for each evaluation on the validation examples: step, loss, accuracy; step 0 is the public model.
     step
@@ -34,7 +34,7 @@ class Transfer(Tabular):
     epsilon
         Of a private task: the ε that ``state`` has spent, for a δ. Else None.
     scope, public
-        What was trained, and the :func:`plpkg.fingerprints.digest` of the public model.
+        The scope that was trained, and the :func:`plpkg.fingerprints.digest` of the public model.
     """
 
     model: nn.Module

@@ -43,7 +43,7 @@ class Task:
         The public model, and the person's own data; without validation the last state counts. Texts may be a batch as
         ``corpora.batch`` makes it.
     scope, lora
-        What is trained, as for :func:`personal_copy`.
+        The part that is trained, as for :func:`personal_copy`.
     steps, lr, batch
         Of AdamW without weight decay. The rate rises for :data:`WARMUP` steps, then falls linearly to zero. Gradients
         are clipped to norm 1.

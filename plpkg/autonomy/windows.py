@@ -25,7 +25,7 @@ def learn_in_windows(
     Parameters
     ----------
     task
-        What to learn, made anew after a kill with the same arguments.
+        The task, made anew after a kill with the same arguments.
     windows
         One after the other; each item of a window is leave for one more step: ``range(7)`` allows seven, and
         :func:`plpkg.autonomy.availability.leave` as many as there is time for.

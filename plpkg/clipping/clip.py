@@ -88,7 +88,7 @@ class Clip:
         squares
             ``(batch,)``: squared norms of the gradients that are scaled together.
         limit
-            What these are clipped to, of :meth:`limits`.
+            The limits to which these are clipped, of :meth:`limits`.
         """
         norms = squares.sqrt()
         if self.kind == "automatic":

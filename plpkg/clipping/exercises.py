@@ -14,7 +14,7 @@ FACTORS = [
     )
     for batch in (4, 5, 6)
 ]
-"""What a layer read, and its output's gradients: ``(batch, positions, d)`` and ``(batch, positions, p)``."""
+"""A layer's inputs, and its output's gradients: ``(batch, positions, d)`` and ``(batch, positions, p)``."""
 close = partial(torch.allclose, rtol=1e-4, atol=1e-6)
 
 

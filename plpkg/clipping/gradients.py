@@ -146,7 +146,7 @@ class Watched:
         divisors
             ``(count,)``: what the losses are divided by.
         look
-            What to compare a loss with; without it the batch is cut where it is time to look.
+            The batch to compare a loss with; without it the batch is cut where it is time to look.
         """
         if count == 0:  # many models cannot run on no examples
             zeros = {name: zeros_for(p) for name, p in self.recorder.parameters.items()}

@@ -237,7 +237,7 @@ def mask(documents: Sequence[Document], training: np.ndarray) -> tuple[Document,
     Parameters
     ----------
     documents
-        What is to be scored.
+        The documents to be scored.
     training
         The sorted :func:`window_hashes` of the training text.
     """

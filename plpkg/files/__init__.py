@@ -1,4 +1,4 @@
-"""What reads and writes files: one's own checkpoints, each whole or not at all, and files of strangers."""
+"""Reading and writing files: one's own checkpoints, each whole or not at all, and files of strangers."""
 
 from plpkg.imports import on_first_use
 

@@ -1,6 +1,6 @@
 """Files that are there whole or not at all, and runs that go on where they stopped.
 
-What one has written oneself is kept in safetensors with a JSON header: checkpoints, readings, heads. A digest over both
+One's own files are safetensors with a JSON header: checkpoints, readings, heads. A digest over both
 says whether a file is as it was written; what it says is then believed.
 """
 
@@ -285,7 +285,7 @@ def load(path: Path, identity: dict) -> dict | None:
     path
         The file.
     identity
-        What makes a run this one, without tensors; the checkpoint has it under ``"identity"``.
+        The settings that make a run this one, without tensors; the checkpoint has it under ``"identity"``.
 
     Raises
     ------

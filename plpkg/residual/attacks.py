@@ -38,10 +38,10 @@ class Heard:
     Attributes
     ----------
     hidden
-        What came for each pass through the layers, ``(batch, seq, hidden)``.
+        The hidden states that came for each pass through the layers, ``(batch, seq, hidden)``.
     u, v
-        What each exchange sent, before it is rounded for the wire, and received, by its number: ``(projections, batch,
-        seq, rank)``.
+        The vectors that each exchange sent, before it is rounded for the wire, and received, by its number:
+        ``(projections, batch, seq, rank)``.
     """
 
     def __init__(self) -> None:

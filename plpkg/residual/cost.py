@@ -23,7 +23,7 @@ class DeviceCost(Tabular):
     flops_per_token
         Two for each weight that a token is multiplied with; attention between tokens comes on top.
     up_bytes_per_token, down_bytes_per_token
-        What crosses for each token: hidden state and every M's output; every M's input and final hidden state.
+        Bytes that cross for each token: hidden state and every M's output; every M's input and final hidden state.
     """
 
     parameters: int

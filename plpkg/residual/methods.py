@@ -60,7 +60,7 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     Returns
     -------
     config, state_dict
-        What ``peft.set_peft_model_state_dict`` and ``LoraConfig`` users load; scaling is 1.
+        The configuration and tensors that ``peft.set_peft_model_state_dict`` loads; scaling is 1.
 
     Raises
     ------
@@ -105,7 +105,7 @@ def load(
     model
         The backbone, or what ``load`` has given for another adapter.
     folder
-        What ``save_pretrained`` wrote, with safetensors.
+        The folder that ``save_pretrained`` wrote, with safetensors.
     adapter_name
         The name that the adapter gets in the model.
     trainable

@@ -37,7 +37,7 @@ class Theft:
     tokens
         Of the sentence.
     read, right
-        What the cloud has read of it, and how many of its tokens are right.
+        The text that the cloud has read of it, and how many of its tokens are right.
     errors
         By the number of tokens that have passed: the copy's relative error, Frobenius, and that of its answers to other
         text. Without a copy both are 1.

@@ -63,9 +63,9 @@ class Request:
     score_prompt
         The prompt's tokens are scored as well.
     reading
-        What the prompt goes on from, read already: :func:`plpkg.retention.chunked_prefill` gives one, within a budget.
-        The same backbone must have read it; whether with the same adapter is not checked. The request takes a copy when
-        it is added, unpacked if it is quantized; it forgets and quantizes nothing of what follows.
+        The text that the prompt goes on from, read already: :func:`plpkg.retention.chunked_prefill` gives one, within a
+        budget. The same backbone must have read it; whether with the same adapter is not checked. The request takes a
+        copy when it is added, unpacked if it is quantized; it forgets and quantizes nothing of what follows.
     """
 
     input_ids: Ids

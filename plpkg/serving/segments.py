@@ -103,7 +103,7 @@ def sgmv(
         A and B of each adapter, ``(rank_i, hidden)`` and ``(out, rank_i)``, in lists; or stacked, ``(adapters, rank,
         hidden)`` and ``(adapters, out, rank)``. Lists are stacked here, lower ranks filled up with zeros.
     scales
-        What each adapter's product is multiplied by: alpha / rank, or alpha / √rank.
+        The factor of each adapter's product: alpha / rank, or alpha / √rank.
     segments
         ``(start, stop, i)``: tokens ``start`` to ``stop`` belong to adapter ``i``, or to none with ``i=None``.
         In order, without overlap; tokens that none names belong to none.

@@ -49,7 +49,7 @@ class GivenGradients:
         Raises
         ------
         ValueError
-            What ``per_example`` gave are no gradients of this many examples, or it has mixed them.
+            The results of ``per_example`` are no gradients of this many examples, or it has mixed them.
         """
         if count == 0:
             zeros = {name: zeros_for(p) for name, p in self.recorder.parameters.items()}

@@ -122,7 +122,7 @@ def make_private(
         Where samples and noise come from: see :mod:`plpkg.clipping.training.randomness`. A seed is for one training
         alone: two of one seed have the same noise.
     spent
-        What these weights have released where this process cannot know it: σ, the sampling rate, and the number of
+        The releases of these weights where this process cannot know it: σ, the sampling rate, and the number of
         steps that had them. What trainings of this process released of the same parameters is counted without it.
 
     Raises
@@ -134,7 +134,7 @@ def make_private(
 
     Notes
     -----
-    What each kind of layer needs:
+    Executions for each kind of layer:
 
     ===========================================================  ====================================================
     layers with parameters that learn                            executions
@@ -156,7 +156,7 @@ def make_private(
     ``max_norm`` of embeddings, sparse gradients
     ===========================================================  ====================================================
 
-    What trainings released of this model before, in this process or in a loaded state, stays in its ε: for other
+    Earlier releases of this model by other trainings, in this process or in a loaded state, stay in its ε: for other
     people's data take another model.
 
     In each step a guard (:mod:`plpkg.clipping.guard.mixing`) sees that nothing has changed under the training that

@@ -121,9 +121,9 @@ class DevicePart(nn.Module):
     tail
         What the final hidden state goes through where A·x rides with it, else ``None``.
     lm_head
-        What turns hidden states into logits.
+        The layer that turns hidden states into logits.
     scale, softcap
-        What logits are multiplied with (Cohere, Granite), and Gemma-2's bound on them.
+        The factor of the logits (Cohere, Granite), and Gemma-2's bound on them.
     """
 
     def __init__(

@@ -43,8 +43,8 @@ def split(
     Parameters
     ----------
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``; or a ``LoraConfig`` without
-        dropout.
+        The result of ``get_peft_model(model, PrivateLoraConfig(...))``, or a ``LadderConfig``; or a ``LoraConfig``
+        without dropout.
     first_k, last_k
         How many decoder layers the device keeps at either end. Adapters in them stay whole on the device.
     fold
@@ -191,9 +191,9 @@ class _Crossings:
     Attributes
     ----------
     here
-        What a thread of the cloud has under way.
+        The pass that a thread of the cloud has under way.
     exchanges, matrices
-        What asks, layer by layer; and for each exchange what answers on the device.
+        The asking modules, layer by layer; and for each exchange the module that answers on the device.
     ranks
         The widths that cross, ``(r_c2d, r_d2c)``: different ones, in the order of the exchanges.
     riders, behind

@@ -33,7 +33,7 @@ class CuriousCloud:
     Raises
     ------
     ValueError
-        What the process says: no such model, say.
+        The error of the process: no such model, say.
     """
 
     def __init__(self, model: str, like: Path | None = None) -> None:

@@ -67,13 +67,13 @@ class Turn:
     Attributes
     ----------
     question, answers
-        What was asked; and what was answered, with M and without.
+        The question; and its answers, with M and without.
     is_beginning
         The question is the beginning of a text, and an answer what follows it; else it is a turn of a chat.
     traffic, seconds
         Of the latest answer.
     read
-        What the cloud has read off what crossed for the latest answer, and for its question.
+        The text that the cloud has read off what crossed for the latest answer, and for its question.
     right, crossed
         How many tokens it has right, and how many crossed.
     """

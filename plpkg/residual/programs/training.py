@@ -171,12 +171,12 @@ def train(
     tokenizer
         Its tokenizer.
     documents
-        What to learn. It is not sent as such; the rows of the embedding are, off which it can be read.
+        The text to learn. It is not sent as such; the rows of the embedding are, off which it can be read.
     out
         A folder: gets ``checkpoint.safetensors``, and at the end the adapter as ``save_pretrained`` writes it. The
         files are their owner's alone, and so is the folder if it is new.
     held_out
-        What is not learnt, but scored before and after: it crosses the network as well.
+        A text that is not learnt, but scored before and after: it crosses the network as well.
     steps, batch, seq, accumulate
         Updates; windows in a pass, and tokens in a window; passes in an update.
     lr, warmup

@@ -40,7 +40,7 @@ class CloudServer:
     Parameters
     ----------
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``. Its M are not used: the
+        The result of ``get_peft_model(model, PrivateLoraConfig(...))``, or a ``LadderConfig``. Its M are not used: the
         devices have them; :func:`plpkg.residual.cut.parts.release` frees them here, and the embedding and LM head.
     address
         ``host:port``; port 0 takes a free one. See :attr:`address`.
@@ -51,9 +51,9 @@ class CloudServer:
     tls
         A folder with ``cert.pem`` and ``key.pem``; docs/tour.md has the line of openssl that makes them.
     token
-        What a device must show. Both are needed unless the address is a loopback one.
+        The bearer token that a device must show. Both are needed unless the address is a loopback one.
     limits
-        What devices may ask for.
+        The limits of what devices may ask for.
     cache
         Makes a bounded KV cache for each sequence: ``plpkg.retention.bounded(model, scorer, budget)``. Then nobody can
         take guesses back, and devices write without a draft. By default nothing is forgotten.
@@ -65,7 +65,7 @@ class CloudServer:
     address
         Where it listens.
     traffic
-        What has crossed, all devices together.
+        The traffic of all devices together.
     num_threads
         With how many each stream's thread computes: those of ``torch.get_num_threads()`` here and now.
 

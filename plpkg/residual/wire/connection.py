@@ -70,11 +70,11 @@ class Wire:
     target
         ``host:port``.
     terms
-        What the cloud must have as well.
+        The terms that the cloud must have as well.
     token, ca
         Bearer token; and the file of the certificate to trust, which also switches TLS on.
     link
-        What the messages pass: each takes its time.
+        The link that the messages pass: each takes its time.
     timeout_s
         The longest wait for an answer of the cloud.
     retry_s
@@ -87,7 +87,7 @@ class Wire:
     max_tokens, forgets
         The longest sequence that the cloud takes, and whether its KV cache is bounded.
     traffic
-        What has crossed.
+        The traffic so far.
     lanes
         The way up and the way down of the link, if there is one.
     on_silence

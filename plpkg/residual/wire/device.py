@@ -49,8 +49,8 @@ class DeviceClient:
     target
         The cloud's ``host:port``.
     model
-        What ``get_peft_model(model, PrivateLoraConfig(...))`` gave, or a ``LadderConfig``, with the M to use. Only the
-        device's part of it is used; :func:`plpkg.residual.cut.parts.release` frees the rest.
+        The result of ``get_peft_model(model, PrivateLoraConfig(...))``, or a ``LadderConfig``, with the M to use. Only
+        the device's part of it is used; :func:`plpkg.residual.cut.parts.release` frees the rest.
     first_k, last_k, fold, precision, adapter_name
         As the cloud has them.
     token, ca
@@ -69,9 +69,9 @@ class DeviceClient:
     wire, link
         The connection, and what its messages pass.
     terms
-        What the cloud must have as well.
+        The terms that the cloud must have as well.
     traffic, looks
-        What has crossed so far; and of that, with :meth:`per_example`'s ``look``, to see whether examples mix.
+        The traffic so far; and of that, with :meth:`per_example`'s ``look``, to see whether examples mix.
 
     Raises
     ------
@@ -178,7 +178,7 @@ class DeviceClient:
             Sample, instead of taking the most probable token; as in Hugging Face's ``generate``, but for ``top_k``,
             which is 50 there unless told otherwise, and 0 here: any token.
         eos_token_id
-            What ends a sequence; the model's own by default, ``-1`` for none.
+            The tokens that end a sequence; the model's own by default, ``-1`` for none.
         stop_strings
             They end a sequence as well, wherever in a token they end; they need the ``tokenizer``.
         on_token
@@ -285,7 +285,7 @@ class DeviceClient:
         input_ids, labels
             ``(batch, seq)``, or one text's; labels of -100 are not predicted. Or a batch as in :meth:`per_example`.
         num_items
-            What the sum of the losses is divided by: of all steps that accumulate together. By default the
+            The number by which the sum of the losses is divided: of all steps that accumulate together. By default the
             labels that are predicted in this one.
         optimizer
             If given, it makes its step and the gradients are cleared.

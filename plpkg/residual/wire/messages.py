@@ -77,7 +77,7 @@ class Counter(Tabular):
         How many times one side waited for the other's answer before it could go on; two exchanges that are under way
         at once count as one.
     tokens, drafted_tokens, accepted_tokens
-        What the device has written; how many guesses travelled; and how many of them it has written.
+        The tokens that the device has written; how many guesses travelled; and how many of them it has written.
     """
 
     sent_bytes: int = 0

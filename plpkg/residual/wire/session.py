@@ -65,7 +65,7 @@ class Stream:
     sessions
         The cloud's.
     messages
-        What goes to the device and comes from it.
+        The messages to the device, and from it.
     end
         Breaks the stream off, from any thread.
 

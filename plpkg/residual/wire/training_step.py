@@ -36,7 +36,7 @@ class Learner:
         ids, targets
             ``(batch, seq)`` and ``(batch, seq - 1)``: token ids, and what follows each but the last; -100 is nothing.
         trainable
-            What learns.
+            The parameters that learn.
 
         Raises
         ------

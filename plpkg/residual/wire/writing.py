@@ -78,7 +78,7 @@ class Writing:
         Raises
         ------
         ValueError
-            What the draft gave are no tokens.
+            The draft's guesses are no tokens.
         """
         if self._guess is None or count < 1:
             return []

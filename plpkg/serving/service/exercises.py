@@ -19,7 +19,7 @@ def bound(function: object) -> Verdict:
 
 
 def _latest(waiting: list, i: int, patience_s: float, longest_s: float) -> float:
-    """What the service's scheduler states."""
+    """The bound that the service's scheduler states."""
     return patience_s + waiting[: i + 1].count(waiting[i]) * len(set(waiting)) * longest_s
 
 

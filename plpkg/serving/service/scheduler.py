@@ -61,7 +61,7 @@ class Ticket:
     Attributes
     ----------
     adapter
-        What it needs in a slot, or None.
+        The adapter that it needs in a slot, or None.
     positions
         The most positions of keys and values that it fills: its prompt's and those of the tokens that it may write.
     arrived_s
@@ -263,7 +263,7 @@ class Scheduler:
     def _beyond_their_shares(self, ticket: Ticket, num_accounts: int) -> list[Ticket] | None:
         """Running requests of others that have to be paused for one that waits; None if it has to wait.
 
-        What has the reservation counts as if it ran: it must not be passed.
+        The ticket with the reservation counts as if it ran: it must not be passed.
         """
         if num_accounts == 1:
             return None

@@ -26,7 +26,7 @@ class Adapters:
     Parameters
     ----------
     backend, store, names
-        What answers, what keeps adapters, and what accounts call them.
+        The replicas that answer, the store of adapters, and the names that accounts have for them.
     model
         The base, of which modules and configuration are read only.
     limits

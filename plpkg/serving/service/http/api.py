@@ -48,7 +48,7 @@ def app(
     model, tokenizer
         The base, of which modules and configuration are read only, and its tokenizer, a fast one.
     name
-        What clients call the base.
+        The name that clients have for the base.
     keys
         Who may do what; without, every program on this machine is the account ``local``.
     limits

@@ -40,7 +40,7 @@ class Completions:
     tokenizer
         The base's, a fast one.
     names, metrics
-        What accounts call adapters, and what is counted.
+        The names that accounts have for adapters, and the counters.
     positions
         Of the longest text, prompt and answer.
     """

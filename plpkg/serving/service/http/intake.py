@@ -1,6 +1,6 @@
 """Limits of what an account's requests hold and cost before they are answered: bytes, and time to parse.
 
-What a request may hold is claimed when its head has come, and given back at its end: its body, wherever that is kept,
+The memory of a request is claimed when its head has come, and given back at its end: its body, wherever that is kept,
 what its answer may leave unread, and a little for itself. Bytes alone do not say what a body costs to parse: a MiB of
 JSON may be one text, or half a million lists. So larger bodies are parsed by one thread beside the event loop, an
 account's one after the other, and after each the account waits in proportion to the time that it took.
