@@ -60,6 +60,11 @@ def test_more_protection_than_room_is_refused():
         keep_indices(torch.zeros(1, 1, 9), 0)
 
 
+def test_by_default_no_unit_is_safe_from_a_cut():
+    scores = torch.tensor([[[0.0, 3.0, 2.0, 4.0, 1.0]]])
+    assert keep_indices(scores, 2).tolist() == [[[1, 3]]]
+
+
 @pytest.mark.parametrize("rope", ["yarn", "linear", "dynamic"])
 def test_rotary_of_scaled_variants_is_undone(rope):
     parameters = {"rope_type": rope, "factor": 4.0, "rope_theta": 1e4}
