@@ -143,10 +143,8 @@ class OnlineLearner(Tabular):
         return Prediction(ids, torch.tensor(classes))
 
     def _shown(self, prediction: _Open) -> int:
-        """The class that is shown: the personal head's if it is trusted, or always."""
-        if prediction.trusted or self.allowance is None:
-            return prediction.personal
-        return prediction.public
+        """The class that is shown: the personal head's if it was trusted, else the public one's."""
+        return prediction.personal if prediction.trusted else prediction.public
 
     def _trusted(self) -> bool:
         """Whether the personal head's next prediction may be shown where it differs from the public one."""
