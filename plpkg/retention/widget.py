@@ -18,7 +18,7 @@ from plpkg.show.explorer import Explorer
 LENGTH = 96  # tokens of noise and pairs in a prompt, behind its start
 CHUNK = 16
 PROMPTS = 64
-SCORERS = ("Locret", "oracle", "SnapKV", "H2O", "SirLLM", "random", "sink + recent", "key norm")
+SCORERS = plots.METHODS
 
 
 @dataclass(frozen=True)
