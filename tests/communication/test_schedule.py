@@ -74,6 +74,14 @@ def test_a_ladder_sends_all_layers_at_the_end():
     ]
 
 
+def test_formula_and_messages_have_the_same_defaults():
+    for formula, messages in (
+        (communication.low_rank, communication.low_rank_messages),
+        (communication.ladder, communication.ladder_messages),
+    ):
+        assert formula("llama-13b") == communication.count(messages("llama-13b"))
+
+
 def test_shapes_name_projections_batch_sequence_and_width():
     messages = list(communication.low_rank_messages("gpt2", 8, phase="prefill", tokens=5, batch=2))
     assert messages[0].shape == (2, 5, 768)
