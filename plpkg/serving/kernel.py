@@ -32,36 +32,59 @@ def _jitted():  # on first use: Triton takes half a second to import, and reads 
         EXPAND: tl.constexpr, PRODUCT: tl.constexpr, SUM: tl.constexpr,
         BLOCK_T: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     ):  # fmt: skip
+        # This program's entry of the table: its first token, the end of the segment, the adapter's index.
         entry = table + 3 * tl.program_id(0)
+        start = tl.load(entry)
+        stop = tl.load(entry + 1)
         index = tl.load(entry + 2).to(tl.int64)
-        rows = (tl.load(entry) + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]  # int64: x may have over 2³¹ elements
+
+        rows = (start + tl.arange(0, BLOCK_T)).to(tl.int64)[:, None]  # int64: x may have over 2³¹ elements
         cols = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)[None, :]
-        valid_rows, valid_cols = rows < tl.load(entry + 1), cols < width
-        x, w, y = x + rows * x_row, w + index * w_adapter + cols * w_row, y + rows * y_row + cols * y_col
+        valid_rows = rows < stop
+        valid_cols = cols < width
+        valid = valid_rows & valid_cols
+        x_rows = x + rows * x_row
+        w_cols = w + index * w_adapter + cols * w_row  # a column of the result is a row of the adapter's factor
+        tile = y + rows * y_row + cols * y_col
+
         total = tl.zeros((BLOCK_T, BLOCK_N), dtype=SUM)
         for k in range(0, inner, BLOCK_K):
             terms = (k + tl.arange(0, BLOCK_K)).to(tl.int64)
-            a = tl.load(x + terms[None, :] * x_col, mask=valid_rows & (terms < inner)[None, :], other=0.0)
-            b = tl.load(w + terms[:, None] * w_col, mask=valid_cols & (terms < inner)[:, None], other=0.0)
+            valid_terms = terms < inner
+            a = tl.load(x_rows + terms[None, :] * x_col, mask=valid_rows & valid_terms[None, :], other=0.0)
+            b = tl.load(w_cols + terms[:, None] * w_col, mask=valid_cols & valid_terms[:, None], other=0.0)
             total = tl.dot(a.to(PRODUCT), b.to(PRODUCT), total, input_precision="ieee", out_dtype=SUM)
         if EXPAND:
-            total += tl.load(y, mask=valid_rows & valid_cols, other=0.0).to(SUM)
+            total += tl.load(tile, mask=valid, other=0.0).to(SUM)
         else:
             total *= tl.load(scales + index)
-        tl.store(y, total.to(y.dtype.element_ty), mask=valid_rows & valid_cols)
+        tl.store(tile, total.to(y.dtype.element_ty), mask=valid)
 
     return segmented_product
 
 
 def _constants(dtype: torch.dtype, width: int, inner: int, expand: bool, block: int) -> dict:
-    """What the kernel is compiled for; a tensor core takes no less than 16 × 16, so small ranks are padded by mask."""
-    columns, terms = (max(16, 1 << (size - 1).bit_length()) for size in (width, inner))
+    """The constants that the kernel is compiled for.
+
+    A tensor core takes no less than 16 × 16, so small ranks are padded by mask.
+    """
     sums = tl.float64 if dtype == torch.float64 else tl.float32
     product = getattr(tl, str(dtype).removeprefix("torch."))
     if triton.knobs.runtime.interpret:  # it holds bf16 as integers, and would multiply those
         product = sums
-    tile = {"BLOCK_T": block, "BLOCK_N": min(columns, 64), "BLOCK_K": min(terms, 128 // dtype.itemsize)}
-    return {"EXPAND": expand, "PRODUCT": product, "SUM": sums, **tile}
+    return {
+        "EXPAND": expand,
+        "PRODUCT": product,
+        "SUM": sums,
+        "BLOCK_T": block,
+        "BLOCK_N": min(_power_of_two(width), 64),
+        "BLOCK_K": min(_power_of_two(inner), 128 // dtype.itemsize),
+    }
+
+
+def _power_of_two(size: int) -> int:
+    """The next power of two, at least 16."""
+    return max(16, 1 << (size - 1).bit_length())
 
 
 def _table(segments: list, device: torch.device) -> tuple[torch.Tensor, int]:
@@ -70,8 +93,10 @@ def _table(segments: list, device: torch.device) -> tuple[torch.Tensor, int]:
     if device not in tables:  # made once for a batch, not for every layer
         runs = [run for run in segments if run[2] is not None]
         block = 16 if all(stop - start <= 16 for start, stop, _ in runs) else 64
-        blocks = [(at, stop, index) for start, stop, index in runs for at in range(start, stop, block)]
-        tables[device] = torch.tensor(blocks, dtype=torch.int32, device=device), block
+        blocks = []
+        for start, stop, index in runs:
+            blocks += [(first, stop, index) for first in range(start, stop, block)]
+        tables[device] = (torch.tensor(blocks, dtype=torch.int32, device=device), block)
     return tables[device]
 
 
@@ -83,13 +108,17 @@ def add_sgmv(y, x, downs, ups, scales, segments) -> None:
     """
     if len({t.dtype for t in (y, x, downs, ups)}) > 1:
         raise ValueError(f"y, x, downs, ups must be of one dtype, got {y.dtype}, {x.dtype}, {downs.dtype}, {ups.dtype}")
-    kernel, (table, block) = _jitted(), _table(segments, x.device)
+    kernel = _jitted()
+    table, block = _table(segments, x.device)
+    if not len(table):  # nobody has an adapter
+        return
     sums = torch.float64 if x.dtype == torch.float64 else torch.float32
     scales = torch.as_tensor(scales, dtype=sums, device=x.device).contiguous()
     v = x.new_empty(len(x), downs.shape[1])  # (tokens, rank)
     with torch.cuda.device_of(x):  # Triton launches on the current one
-        for target, source, w in ((v, x, downs), (y, v, ups)) if len(table) else ():
-            constants = _constants(x.dtype, *w.shape[1:], target is y, block)
-            strides = *target.stride(), *source.stride(), *w.stride()
-            grid = len(table), -(-w.shape[1] // constants["BLOCK_N"])
-            kernel[grid](target, source, w, scales, table, *w.shape[1:], *strides, **constants)
+        for target, source, w in ((v, x, downs), (y, v, ups)):  # shrink, then expand
+            _, width, inner = w.shape  # (adapters, width, inner)
+            constants = _constants(x.dtype, width, inner, expand=target is y, block=block)
+            strides = (*target.stride(), *source.stride(), *w.stride())
+            columns = -(-width // constants["BLOCK_N"])
+            kernel[len(table), columns](target, source, w, scales, table, width, inner, *strides, **constants)
