@@ -183,7 +183,7 @@ def test_a_function_written_in_the_call_is_not_a_new_one(losses, passes):
     model, steps = nn.Linear(6, 3), 400
     for place in range(steps):
         clipped_gradients(model, losses[place % len(losses)](), X, 1.0)
-    seldom = len(passes) - 2 * guards.FIRST * len(losses)  # two passes tell four examples apart
+    seldom = len(passes) - 4 * guards.FIRST * len(losses)  # four passes tell each of four examples from each other
     assert 0 <= seldom / steps <= 1 / 50 + sampling_error(1 / 50, steps)
 
 
