@@ -16,12 +16,14 @@ from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
-from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary, gather
+from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.eviction import Eviction
+from plpkg.retention.layers import attention_layers
 from plpkg.retention.prefill import read_chunks
 from plpkg.retention.reading import PrefillResult
+from plpkg.retention.rotary import Rotary
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.watch import attention_layers
+from plpkg.retention.store import gather
 from plpkg.training_loop import learn
 
 

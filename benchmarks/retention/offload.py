@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from benchmarks.retention.rewriting import Rewriting
-from plpkg.retention.cache import gather
+from plpkg.retention.store import gather
 from plpkg.retention.watch import Units, watching
 
 

@@ -40,10 +40,10 @@ from plpkg.backbones import load_backbone, random_backbone
 from plpkg.memory import MemoryTimeline
 from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers, text, tiny
-from plpkg.retention.cache import Rotary
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.head import HeadsConfig
 from plpkg.retention.quantize import quantized
+from plpkg.retention.rotary import Rotary
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from plpkg.retention.train import train_heads
 from plpkg.retention.trials.tasks import lookup, pairs_in_noise

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from benchmarks.retention.rewriting import Rewriting
-from plpkg.retention.watch import Units, attention_layers, watching
+from plpkg.retention.layers import attention_layers
+from plpkg.retention.watch import Units, watching
 
 
 @dataclass

@@ -18,6 +18,7 @@ from torch import nn
 from plpkg.retention import watch
 from plpkg.retention.cache import EvictingCache
 from plpkg.retention.eviction import Eviction
+from plpkg.retention.layers import attention_layers
 from plpkg.retention.scorers import Scorer
 from plpkg.validation import whole_number
 
@@ -76,10 +77,10 @@ def bounded(model: nn.Module, scorer: Scorer, budget: int) -> Callable[[nn.Modul
     recent = scorer.recency(budget) if scorer.recent is None else scorer.recent
     if scorer.sink + recent > budget:
         raise ValueError(f"{name} protects sink={scorer.sink} and recent={recent} units, more than budget={budget}")
-    layers = len(watch.attention_layers(model))
+    layers = len(attention_layers(model))
 
     def make(decoder: nn.Module) -> BoundedCache:
-        given = len(watch.attention_layers(decoder))
+        given = len(attention_layers(decoder))
         if given != layers:
             raise ValueError(f"a bounded cache is for all {layers} layers of the model, and here are {given}")
         return BoundedCache(decoder, scorer, budget)

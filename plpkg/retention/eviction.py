@@ -15,8 +15,9 @@ from torch import nn
 from plpkg.fingerprints import stamp
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, ReassignedPositions
+from plpkg.retention.layers import attention_layers
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.watch import Units, Watch, attention_layers, now, watching
+from plpkg.retention.watch import Units, Watch, now, watching
 from plpkg.validation import whole_number
 
 

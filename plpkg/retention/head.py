@@ -15,7 +15,7 @@ from transformers.activations import ACT2FN
 
 from plpkg.backbones import fingerprint
 from plpkg.files import checkpoints
-from plpkg.retention.watch import attention_layers
+from plpkg.retention.layers import attention_layers
 from plpkg.validation import shown, whole_number
 
 FILE = "retaining_heads.safetensors"

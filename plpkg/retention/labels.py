@@ -12,7 +12,8 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.inputs import Ids
 from plpkg.retention.cache import bounded
-from plpkg.retention.watch import Units, Watch, check_ids, watching
+from plpkg.retention.layers import check_ids
+from plpkg.retention.watch import Units, Watch, watching
 from plpkg.training_loop import evaluating
 from plpkg.validation import one_of, whole_number
 

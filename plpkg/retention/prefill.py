@@ -19,10 +19,12 @@ from tqdm.auto import tqdm
 from plpkg.decoding import rope_changes
 from plpkg.inputs import Ids
 from plpkg.retention import watch
-from plpkg.retention.cache import EvictingCache, UnitStore
+from plpkg.retention.cache import EvictingCache
 from plpkg.retention.eviction import Eviction
+from plpkg.retention.layers import check_ids
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import Scorer
+from plpkg.retention.store import UnitStore
 from plpkg.training_loop import evaluating
 from plpkg.validation import whole_number
 
@@ -87,7 +89,7 @@ def chunked_prefill(
     watch.check(model)
     if attention_mask is not None:
         input_ids = {"input_ids": input_ids, "attention_mask": attention_mask}
-    input_ids = watch.check_ids(model, input_ids)
+    input_ids = check_ids(model, input_ids)
     seq = input_ids.shape[-1]
     whole_number("budget", budget, 1)
     whole_number("chunk_size", chunk_size, 1)

@@ -17,10 +17,11 @@ from plpkg.backbones import fingerprint
 from plpkg.files import checkpoints
 from plpkg.fingerprints import digest, stamp
 from plpkg.inputs import token_ids
-from plpkg.retention import watch
-from plpkg.retention.cache import EvictingCache, EvictingLayer, UnitStore
+from plpkg.retention.cache import EvictingCache, EvictingLayer
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
+from plpkg.retention.layers import check_ids
 from plpkg.retention.quantize import quantized
+from plpkg.retention.store import UnitStore
 from plpkg.training_loop import evaluating, forget_images
 
 FILE = "reading.safetensors"
@@ -217,7 +218,7 @@ class PrefillResult:
             raise ValueError(f"ids must be (n,), (1, n) or ({batch}, n), got {tuple(ids.shape)}")
         copies = max(1, len(ids) // batch)  # more than 1 where several questions go to one prompt
         with self._eviction.lent, evaluating(model):
-            watch.check_ids(model, ids, self.cache.seen + more)
+            check_ids(model, ids, self.cache.seen + more)
             mark = self.cache.mark()
             try:
                 if copies > 1:

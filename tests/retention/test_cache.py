@@ -8,9 +8,10 @@ from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import random_backbone
 from plpkg.retention import chunked_prefill
-from plpkg.retention.cache import EvictingCache, ReassignedPositions, Rotary
+from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.eviction import keep_indices
 from plpkg.retention.labels import cis_labels
+from plpkg.retention.rotary import Rotary
 from plpkg.retention.scorers import H2O, KeyNorm
 from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import ROTARY, in_double, other_family

@@ -14,8 +14,8 @@ from transformers import DynamicCache
 from plpkg.backbones import random_backbone
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers
 from plpkg.retention.cache import EvictingCache
+from plpkg.retention.layers import attention_layers
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
-from plpkg.retention.watch import attention_layers
 from tests.retention.conftest import ATTENTION, CONTRACTS, in_double, other_family
 
 from rounding import assert_as_exact

@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.retention import chunked_prefill, scorers
-from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
 from plpkg.retention.scorers import KeyNorm
+from plpkg.retention.store import UnitStore
 
 from rounding import assert_close, relative
 

@@ -21,10 +21,10 @@ from plpkg import retention
 from plpkg.backbones import random_backbone
 from plpkg.files import checkpoints
 from plpkg.retention import chunked_prefill
-from plpkg.retention.cache import UnitStore
 from plpkg.retention.quantize import quantized
 from plpkg.retention.reading import FILE
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
+from plpkg.retention.store import UnitStore
 from tests.retention.conftest import CONTRACTS, in_double, other_family
 
 from rounding import assert_as_exact
