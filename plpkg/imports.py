@@ -3,6 +3,7 @@
 A room's front door opens the rooms behind it on first use (PEP 562), so that a mechanism loads without them.
 """
 
+import ast
 import contextlib
 import gc
 import signal
@@ -10,29 +11,34 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 
 
-def on_first_use(package: str, **places: str) -> Callable[[str], object]:
-    """The ``__getattr__`` of a package.
+def on_first_use(package: str) -> Callable[[str], object]:
+    """The ``__getattr__`` of a package: it imports on first use what type checkers import at once.
+
+    What the package's own file imports under ``if TYPE_CHECKING:`` is read from its source, so that no second list
+    says where a name is defined.
 
     Parameters
     ----------
     package
         Its ``__name__``.
-    **places
-        For each name the module within the package that defines it: ``CloudServer="wire.cloud"``; a dot before it,
-        ``Adapter=".adapters"``, leads out of the package. A place that ends in the name is that module itself:
-        ``training="programs.training"``.
     """
+    module = sys.modules[package]
+    homes = {}
+    for statement in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
+        if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
+            for imported in statement.body:
+                homes |= {alias.name: imported.module for alias in imported.names}
 
     def __getattr__(name: str) -> object:  # noqa: N807 (PEP 562 names it)
-        if name not in places:
+        if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        module = import_module(f".{places[name]}", package)
-        return module if module.__name__.endswith(f".{name}") else getattr(module, name)
+        home = import_module(homes[name])
+        return vars(home)[name] if name in vars(home) else import_module(f"{home.__name__}.{name}")
 
-    module = sys.modules[package]
-    module.__dir__ = lambda: sorted({*vars(module), *places})  # for whoever completes names
+    module.__dir__ = lambda: sorted({*vars(module), *homes})  # for whoever completes names
     return __getattr__
 
 

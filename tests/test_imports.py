@@ -1,11 +1,14 @@
 """Calculating needs no torch: what the rooms' front doors load is checked in a fresh interpreter."""
 
+import ast
 import importlib
 import inspect
 import signal
+from pathlib import Path
 
 import pytest
 
+import plpkg
 from plpkg import ROOMS
 from plpkg.imports import ended_by_ctrl_c
 
@@ -41,6 +44,22 @@ def test_a_front_door_keeps_its_promises(room):
     assert set(room.__all__) <= set(dir(room))
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         room.__getattr__("nothing")
+
+
+DOORS = sorted(Path(plpkg.__path__[0]).rglob("__init__.py"))
+
+
+@pytest.mark.parametrize("path", DOORS, ids=lambda path: path.parent.name)
+def test_a_type_checker_sees_the_names_that_a_package_promises(path):
+    imported, promised = set(), set()
+    for statement in ast.walk(ast.parse(path.read_text())):
+        if isinstance(statement, ast.ImportFrom):
+            imported |= {alias.name for alias in statement.names}
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets) == "__all__":
+            promised = set(ast.literal_eval(statement.value))
+    assert promised <= imported
+    if "TYPE_CHECKING" in imported:
+        assert imported == promised | {"TYPE_CHECKING", "on_first_use"}
 
 
 @pytest.mark.parametrize("room", ["communication", "throughput"])

@@ -1,5 +1,7 @@
 """Learning on the device: what a cloud has pre-trained on public data, each makes its owner's. Nothing leaves it."""
 
+from typing import TYPE_CHECKING
+
 from plpkg.autonomy import availability, nets
 from plpkg.autonomy.augment import augment_images, eda
 from plpkg.autonomy.evaluation import Evaluation, evaluate
@@ -11,6 +13,10 @@ from plpkg.autonomy.prune import prune
 from plpkg.autonomy.transfer import Task, transfer
 from plpkg.autonomy.windows import learn_in_windows
 from plpkg.imports import on_first_use
+
+if TYPE_CHECKING:
+    from plpkg.autonomy import baselines, exercises, plots, widget
+    from plpkg.autonomy.compile import three_graphs
 
 __all__ = [
     "Evaluation",
@@ -39,11 +45,4 @@ __all__ = [
     "widget",
 ]
 
-__getattr__ = on_first_use(
-    __name__,
-    baselines="baselines",
-    three_graphs="compile",
-    exercises="exercises",
-    plots="plots",
-    widget="widget",
-)
+__getattr__ = on_first_use(__name__)

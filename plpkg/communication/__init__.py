@@ -4,6 +4,8 @@ The names a notebook imports; ``plots``, ``widget``, ``exercises``, ``onlookers`
 ``count`` imports torch when it is called, so that a calculation needs neither torch nor matplotlib.
 """
 
+from typing import TYPE_CHECKING
+
 from plpkg.communication.formulas import BASELINES, full_activations, ladder, layer_cut, low_rank
 from plpkg.communication.run import PHASES, Run
 from plpkg.communication.schedule import (
@@ -15,6 +17,9 @@ from plpkg.communication.schedule import (
 from plpkg.communication.traffic import Traffic
 from plpkg.communication.wire import WireBytes, on_the_wire
 from plpkg.imports import on_first_use
+
+if TYPE_CHECKING:
+    from plpkg.communication import designs, exercises, onlookers, plots, widget
 
 __all__ = [
     "BASELINES",
@@ -38,6 +43,4 @@ __all__ = [
     "widget",
 ]
 
-__getattr__ = on_first_use(
-    __name__, designs="designs", exercises="exercises", onlookers="onlookers", plots="plots", widget="widget"
-)
+__getattr__ = on_first_use(__name__)

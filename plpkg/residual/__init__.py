@@ -3,34 +3,48 @@
 The names a notebook imports; each loads on first use, so that a mechanism needs no socket.
 """
 
+from typing import TYPE_CHECKING
+
 from plpkg.imports import on_first_use
 
-PLACES = dict(
-    PrivateLoraConfig="methods",
-    LadderConfig="methods",
-    convert_to_lora="methods",
-    load="methods",
-    matrices="methods",
-    attacks="attacks",
-    bases="bases",
-    drafts="drafts",
-    split="cut.parts",
-    release="cut.parts",
-    CloudPart="cut.cloud_part",
-    DevicePart="cut.device_part",
-    cost="cost",
-    migrate="migrate",
-    CloudServer="wire.cloud",
-    DeviceClient="wire.device",
-    RefusedError="wire.connection",
-    Counter="wire.messages",
-    Limits="wire.terms",
-    training="programs.training",
-    exercises="exercises",
-    plots="plots",
-    waits="waits",
-    widget="widget",
-)
+if TYPE_CHECKING:
+    from plpkg.residual import attacks, bases, cost, drafts, exercises, migrate, plots, waits, widget
+    from plpkg.residual.cut.cloud_part import CloudPart
+    from plpkg.residual.cut.device_part import DevicePart
+    from plpkg.residual.cut.parts import release, split
+    from plpkg.residual.methods import LadderConfig, PrivateLoraConfig, convert_to_lora, load, matrices
+    from plpkg.residual.programs import training
+    from plpkg.residual.wire.cloud import CloudServer
+    from plpkg.residual.wire.connection import RefusedError
+    from plpkg.residual.wire.device import DeviceClient
+    from plpkg.residual.wire.messages import Counter
+    from plpkg.residual.wire.terms import Limits
 
-__all__ = list(PLACES)
-__getattr__ = on_first_use(__name__, **PLACES)
+__all__ = [
+    "CloudPart",
+    "CloudServer",
+    "Counter",
+    "DeviceClient",
+    "DevicePart",
+    "LadderConfig",
+    "Limits",
+    "PrivateLoraConfig",
+    "RefusedError",
+    "attacks",
+    "bases",
+    "convert_to_lora",
+    "cost",
+    "drafts",
+    "exercises",
+    "load",
+    "matrices",
+    "migrate",
+    "plots",
+    "release",
+    "split",
+    "training",
+    "waits",
+    "widget",
+]
+
+__getattr__ = on_first_use(__name__)

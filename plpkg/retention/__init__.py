@@ -1,5 +1,7 @@
 """Locret: heads that learn which KV-cache units to keep, and eviction under a fixed budget (arXiv 2410.01805)."""
 
+from typing import TYPE_CHECKING
+
 from plpkg.imports import on_first_use
 from plpkg.retention import quantize, scorers
 from plpkg.retention.bounded import bounded
@@ -10,6 +12,9 @@ from plpkg.retention.presses import from_press
 from plpkg.retention.reading import load
 from plpkg.retention.train import train_heads
 from plpkg.retention.trials import tasks, text, tiny
+
+if TYPE_CHECKING:
+    from plpkg.retention import exercises, plots, widget
 
 __all__ = [
     "RetainingHeads",
@@ -29,4 +34,4 @@ __all__ = [
     "widget",
 ]
 
-__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", widget="widget")
+__getattr__ = on_first_use(__name__)

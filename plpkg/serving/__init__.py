@@ -3,27 +3,37 @@
 The names a notebook imports; each loads on first use.
 """
 
+from typing import TYPE_CHECKING
+
 from plpkg.imports import on_first_use
 
-PLACES = dict(
-    Adapter=".adapters",
-    Factors=".adapters",
-    InvalidAdapterError=".adapters",
-    AdapterLimits=".adapters",
-    targets=".adapters",
-    validate_adapter=".adapters",
-    Engine="engine",
-    Request="requests",
-    sgmv="segments",
-    merge="merging",
-    unmerge="merging",
-    train_many="training",
-    per_person_gradients="training",
-    popularity="popularity",
-    exercises="exercises",
-    plots="plots",
-    widget="widget",
-)
+if TYPE_CHECKING:
+    from plpkg.adapters import Adapter, AdapterLimits, Factors, InvalidAdapterError, targets, validate_adapter
+    from plpkg.serving import exercises, plots, popularity, widget
+    from plpkg.serving.engine import Engine
+    from plpkg.serving.merging import merge, unmerge
+    from plpkg.serving.requests import Request
+    from plpkg.serving.segments import sgmv
+    from plpkg.serving.training import per_person_gradients, train_many
 
-__all__ = [*PLACES]
-__getattr__ = on_first_use(__name__, **PLACES)
+__all__ = [
+    "Adapter",
+    "AdapterLimits",
+    "Engine",
+    "Factors",
+    "InvalidAdapterError",
+    "Request",
+    "exercises",
+    "merge",
+    "per_person_gradients",
+    "plots",
+    "popularity",
+    "sgmv",
+    "targets",
+    "train_many",
+    "unmerge",
+    "validate_adapter",
+    "widget",
+]
+
+__getattr__ = on_first_use(__name__)

@@ -4,6 +4,8 @@ The names a notebook imports; ``published``, ``plots``, ``widget`` and ``exercis
 load on first use.
 """
 
+from typing import TYPE_CHECKING
+
 from plpkg.imports import on_first_use
 from plpkg.throughput.estimate import ACCOUNTINGS, TERMS, Estimate, decode, prefill
 from plpkg.throughput.latency import against_rtt, best_rank, break_even_rtt_s, schemes_against_rtt
@@ -17,6 +19,9 @@ from plpkg.throughput.resources import (
 )
 from plpkg.throughput.score import score
 from plpkg.throughput.split import METHODS, Split
+
+if TYPE_CHECKING:
+    from plpkg.throughput import exercises, plots, published, widget
 
 __all__ = [
     "ACCOUNTINGS",
@@ -43,4 +48,4 @@ __all__ = [
     "widget",
 ]
 
-__getattr__ = on_first_use(__name__, exercises="exercises", plots="plots", published="published", widget="widget")
+__getattr__ = on_first_use(__name__)

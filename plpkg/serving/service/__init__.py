@@ -3,23 +3,34 @@
 The names a notebook imports; each loads on first use.
 """
 
+from typing import TYPE_CHECKING
+
 from plpkg.imports import on_first_use
 
-PLACES = dict(
-    Store="store",
-    Tiers="tiers",
-    Scheduler="scheduler",
-    Ticket="scheduler",
-    Replica="replica",
-    app="http.api",
-    Listener="http.listener",
-    Arrival="simulation",
-    arrivals="simulation",
-    simulate="simulation",
-    exercises="exercises",
-    plots="plots",
-    widget="widget",
-)
+if TYPE_CHECKING:
+    from plpkg.serving.service import exercises, plots, widget
+    from plpkg.serving.service.http.api import app
+    from plpkg.serving.service.http.listener import Listener
+    from plpkg.serving.service.replica import Replica
+    from plpkg.serving.service.scheduler import Scheduler, Ticket
+    from plpkg.serving.service.simulation import Arrival, arrivals, simulate
+    from plpkg.serving.service.store import Store
+    from plpkg.serving.service.tiers import Tiers
 
-__all__ = [*PLACES]
-__getattr__ = on_first_use(__name__, **PLACES)
+__all__ = [
+    "Arrival",
+    "Listener",
+    "Replica",
+    "Scheduler",
+    "Store",
+    "Ticket",
+    "Tiers",
+    "app",
+    "arrivals",
+    "exercises",
+    "plots",
+    "simulate",
+    "widget",
+]
+
+__getattr__ = on_first_use(__name__)
