@@ -70,9 +70,14 @@ def test_impossible_limits_are_named(limits, message):
 
 def test_the_generated_code_is_that_of_the_protocol_file(tmp_path):
     root = Path(plpkg.__file__).parent.parent
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{root}", f"--python_out={tmp_path}"]
-    done = subprocess.run([*command, str(root / "plpkg/residual/wire/wire.proto")], capture_output=True, text=True)
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{root}"]
+    outputs = [f"--python_out={tmp_path}", f"--pyi_out={tmp_path}"]
+    done = subprocess.run(
+        [*command, *outputs, str(root / "plpkg/residual/wire/wire.proto")], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     stored, anew = (Path(f, "plpkg/residual/wire/wire_pb2.py").read_text() for f in (root, tmp_path))
+    stub = "plpkg/residual/wire/wire_pb2.pyi"
+    assert (root / stub).read_text() == (tmp_path / stub).read_text()
     descriptor = [line for line in stored.splitlines() if line.startswith("DESCRIPTOR = ")]
     assert descriptor == [line for line in anew.splitlines() if line.startswith("DESCRIPTOR = ")]
