@@ -2,6 +2,7 @@
 
 import importlib
 import os
+import re
 from pathlib import Path
 
 import nbformat
@@ -73,6 +74,19 @@ def test_every_notebook_is_linked_from_a_name_that_it_uses(pages):
     folder = ROOT / "notebooks"
     assert named == {path.relative_to(folder).with_suffix("").as_posix() for path in pages.NOTEBOOKS}
     assert "reports/02_residual" in pages.uses()["plpkg.residual.config.PrivateLoraConfig"]
+
+
+def test_every_text_of_docs_is_on_the_site_and_so_is_what_it_links(pages):
+    figures = ROOT.glob("notebooks/figures/*.[ps][nv]g")
+    on_the_site = {*(ROOT / text for text in pages.TEXTS), *pages.NOTEBOOKS, *figures}
+    listed = (ROOT / "docs" / "index.md").read_text().split()
+    texts = [path for path in ROOT.glob("docs/**/*.md") if path.name != "index.md" and "_build" not in path.parts]
+    assert len(texts) > 9
+    for text in texts:
+        assert text in on_the_site, text
+        assert text.relative_to(ROOT).with_suffix("").as_posix() in listed, text
+        for link in re.findall(r"\]\(((?!https?:|#)[^)#]+)", text.read_text()):
+            assert (text.parent / link).resolve() in on_the_site, (text, link)
 
 
 def test_the_pages_are_the_notebooks_the_texts_and_a_page_a_module(pages, tmp_path):

@@ -1,21 +1,37 @@
-"""Every Python block of README and tour runs, with what it takes from its reader in hand: a model, texts, a loop."""
+"""Every Python block of README, tour and the pages beside it runs, with what it takes from its reader in hand: a model,
+texts, a loop. What their tables and shell blocks name is there.
+"""
 
+import inspect
 import json
+import pkgutil
 import re
+import shlex
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from transformers import Qwen2Config
+from typer.main import get_command
 
-from plpkg import ROOMS, claims, corpora
+import plpkg
+from plpkg import ROOMS, claims, cli, corpora, recorded
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.corpora import Writer
 
 ROOT = Path(__file__).parents[1]
-README, TOUR = ((ROOT / name).read_text() for name in ("README.md", "docs/tour.md"))
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README + TOUR, flags=re.M | re.S)
+FROM = [f"docs/from/{path.name}" for path in sorted(ROOT.glob("docs/from/*.md"))]
+PAGES = {name: (ROOT / name).read_text() for name in ("README.md", "docs/tour.md", "docs/epsilon.md", "docs/which.md")}
+PAGES |= {name: (ROOT / name).read_text() for name in FROM}
+README = PAGES["README.md"]
+
+
+def blocks(text, language):
+    return re.findall(rf"^```{language}\n(.*?)^```$", text, flags=re.M | re.S)
+
+
+BLOCKS = [block for text in PAGES.values() for block in blocks(text, "python")]
 HUB = "Qwen/Qwen2.5-7B"
 
 
@@ -89,10 +105,10 @@ def test_the_readme_is_short_and_counts_the_claims():
     )
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/tour.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_to_files(page):
-    links = re.findall(r"\]\(((?!https?:|#)[^)]+)\)", (ROOT / page).read_text())
-    assert len(links) > 10
+    links = re.findall(r"\]\(((?!https?:|#)[^)]+)\)", PAGES[page])
+    assert links
     for link in links:
         assert (ROOT / page).parent.joinpath(link).exists(), link
 
@@ -108,3 +124,78 @@ def test_every_room_has_its_row_and_its_place_in_the_floor_plan():
 def test_binder_is_sent_to_a_notebook_that_is_there():
     (path,) = re.findall(r"urlpath=voila/render/([\w/.]+)", README)
     assert (ROOT / path).is_file()
+
+
+def commands(text):
+    """What stands behind ``plpkg`` in shell blocks and in spans of code."""
+    lines = "\n".join(blocks(text, "bash"))
+    return re.findall(r"(?:^|/)plpkg (.*)", lines, flags=re.M) + re.findall(r"`plpkg ([^`]+)`", text)
+
+
+@pytest.mark.parametrize("page", [name for name, text in PAGES.items() if commands(text)])
+def test_commands_and_their_options_are_there(page):
+    for line in commands(PAGES[page]):
+        command = get_command(cli.app)
+        known = {"--help"}
+        for word in shlex.split(line, comments=True):
+            if word.startswith("--"):
+                assert word in known, line
+            elif word in getattr(command, "commands", ()):
+                command = command.commands[word]
+                known |= {option for each in command.params for option in each.opts}
+        assert command.name != get_command(cli.app).name, line
+
+
+STAND_FOR = {
+    "device": "residual.DeviceClient",
+    "engine": "serving.Engine",
+    "private": "clipping.training.private.Private",
+    "read": "retention.reading.PrefillResult",
+}
+"""Objects of the pages' code, and what they are."""
+FIRST = "|".join([*STAND_FOR, *(module.name for module in pkgutil.iter_modules(plpkg.__path__))])
+NAMED = re.compile(rf"\b({FIRST})((?:\.\w+)+)(?:\(([^()]*)\))?")
+
+
+@pytest.mark.parametrize("page", FROM)
+def test_a_table_names_what_is_there(page):
+    _, _, *rows = (line.strip("|").split("|") for line in PAGES[page].splitlines() if line.startswith("|"))
+    assert 8 <= len(rows) <= 15
+    named = 0
+    for _, ours, _ in rows:
+        for span in re.findall(r"`([^`]+)`", ours):
+            for first, rest, arguments in NAMED.findall(span):
+                value = pkgutil.resolve_name(f"plpkg.{STAND_FOR.get(first, first)}{rest}")
+                named += 1
+                for argument in re.findall(r"(\w+)=", arguments):
+                    assert argument in inspect.signature(value).parameters, span
+    assert named > 2
+
+
+@pytest.mark.parametrize(("page", "most"), [*((name, 500) for name in FROM), ("docs/epsilon.md", 700)])
+def test_a_page_is_short(page, most):
+    without_code = re.sub(r"^```.*?^```$", "", PAGES[page], flags=re.M | re.S)
+    assert len(re.findall(r"\S*\w\S*", without_code)) <= most
+
+
+def test_minutes_of_a_reader_are_those_of_their_notebooks():
+    minutes = {number: int(each) for number, each in re.findall(r"^\| \[(\d\d) .*\| (\d+) \|$", README, flags=re.M)}
+    rows = [row.split("|") for row in re.findall(r"^\| (?:an?|somebody) .*", PAGES["docs/which.md"], flags=re.M)]
+    assert len(minutes) == 11
+    assert len(rows) == 7
+    for _, _, notebooks, total, *_ in rows:
+        assert int(total) == sum(minutes[number] for number in re.findall(r"\[(\d\d)\]", notebooks)), notebooks
+
+
+def test_what_an_epsilon_costs_is_what_was_recorded():
+    rows = recorded.section("clipping_learning", "accuracy")
+    untuned = rows.loc[rows["method"] == "none", "bits_per_byte"].iloc[0]
+    rows = rows[rows["method"] == "LoRA r=8"]
+    gains = (untuned - rows["bits_per_byte"]).groupby([rows["case"], rows["epsilon"].round()]).agg(list)
+    whole = gains["not clipped"].iloc[0]
+    told = {"∞, clipped": gains["clipped"].iloc[0]}
+    told |= {f"{epsilon:.0f}": each for epsilon, each in gains["private"].items()}
+    assert len(told) == 4
+    for epsilon, left in told.items():
+        shares = [f"{100 * some / all_of_it:.0f}" for some, all_of_it in zip(left, whole, strict=True)]
+        assert f"\n| {epsilon} | {' and '.join(shares)} % |" in PAGES["docs/epsilon.md"], epsilon
