@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from plpkg import catalog, wheels
+from plpkg import catalog, hub, wheels
 from plpkg.fingerprints import belongs_to_adapter, own_name
 from plpkg.shapes import reason
 from plpkg.validation import one_of, whole_number
@@ -45,7 +45,7 @@ def load_backbone(
     device
         The device where the weights go.
     local_files_only
-        Never ask the hub.
+        Never ask the hub. A hub that does not answer one request is not asked again.
     **options
         Passed to ``AutoModelForCausalLM.from_pretrained``: ``attn_implementation="eager"``, say.
 
@@ -67,7 +67,7 @@ def load_backbone(
     name = str(_folder(name_or_path) or name_or_path)
     if Path(name).is_dir() and not Path(name, "config.json").exists():
         raise FileNotFoundError(f"no model {name!r}: the folder lacks a config.json")
-    common = dict(local_files_only=local_files_only, trust_remote_code=False)
+    common = dict(local_files_only=local_files_only or hub.must_be_local(name), trust_remote_code=False)
     config = _configuration(name, common, options)
     pickle = _only_pickles(name)
     if pickle:

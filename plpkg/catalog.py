@@ -187,7 +187,7 @@ class ModelShape(Tabular):
         name
             The result's name; by default the configuration's own.
         local_files_only
-            Never ask the hub.
+            Never ask the hub. A hub that does not answer one request is not asked again.
 
         Returns
         -------

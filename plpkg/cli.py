@@ -63,9 +63,13 @@ def main(
 
 
 @app.command()
-def doctor() -> None:
+def doctor(
+    full: Annotated[
+        bool, Option("--full", help="Also compare the texts to learn from with the recorded ones: a minute, once.")
+    ] = False,
+) -> None:
     """Check the installation: one line a requirement; exits with 1 if one fails."""
-    report = doctors.examine()
+    report = doctors.examine(full=full)
     table = Table(box=None, pad_edge=False)
     for column in ("", "requirement", "found", "what to do"):
         table.add_column(column, overflow="fold")

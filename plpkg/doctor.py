@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import json
 import os
 import shutil
 import sys
@@ -46,18 +47,25 @@ class Diagnosis(Tabular):
         return "plpkg doctor: " + ", ".join(f"{tally[status]} {status}" for status in ("OK", "NOTE", "SKIP", "FAIL"))
 
 
-def examine() -> Diagnosis:
-    """Check Python, dependencies and what may break them, processors, data, fetched models, corpora and kernel."""
-    checks = (
+def examine(*, full: bool = False) -> Diagnosis:
+    """Check Python, dependencies and what may break them, processors, data, fetched models and kernel.
+
+    Parameters
+    ----------
+    full
+        Also compare the corpora with the recorded ones. The first time, that reads the documentation of all installed
+        packages they come from, for a minute of one core.
+    """
+    checks = [
         check_python,
         check_dependencies,
         check_torchvision,
         check_processors,
         check_data,
         check_models,
-        check_corpora,
+        check_corpora if full else corpora_unread,
         check_kernel,
-    )
+    ]
     found = []
     for check in checks:
         found += _outcome(check)
@@ -86,31 +94,49 @@ def check_python(version: str = ".".join(map(str, sys.version_info[:3]))) -> Che
 
 
 def check_dependencies() -> list[Check]:
-    """Every requirement of the package's own metadata, extras included."""
-    checks = []
-    extras = metadata.metadata("plpkg").get_all("Provides-Extra") or []
-    for line in metadata.requires("plpkg") or []:
-        requirement = Requirement(line)
-        for extra in ("", *extras):  # "" is the package without extras; what is for another platform is in none
-            if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-                checks.append(check_dependency(requirement, extra))
-                break
+    """Every requirement of the package's own metadata; an extra with what is missing of it is one line."""
+    distribution = metadata.distribution("plpkg")
+    requirements = [Requirement(line) for line in distribution.requires or []]
+    checks = [check_dependency(requirement) for requirement in requirements if _belongs(requirement, "")]
+    for extra in distribution.metadata.get_all("Provides-Extra") or []:
+        checks += check_extra(extra, [requirement for requirement in requirements if _belongs(requirement, extra)])
     return checks
 
 
-def check_dependency(requirement: Requirement, extra: str = "") -> Check:
-    """One requirement against what is installed; ``extra`` names the extra that asks for it."""
-    name = f"{requirement.name} [{extra}]" if extra else requirement.name
+def _belongs(requirement: Requirement, extra: str) -> bool:
+    """Whether an extra asks for this on this platform; "" is the package without extras."""
+    return requirement.marker.evaluate({"extra": extra}) if requirement.marker else extra == ""
+
+
+def check_dependency(requirement: Requirement) -> Check:
+    """One requirement against what is installed."""
     wanted = f"{requirement.name}{requirement.specifier}"
     try:
         version = metadata.version(requirement.name)
     except metadata.PackageNotFoundError:
-        if extra:
-            return Check(name, "SKIP", "not installed", f"in the checkout: pip install -e '.[{extra}]'")
-        return Check(name, "FAIL", "not installed", f"pip install '{wanted}'")
+        return Check(requirement.name, "FAIL", "not installed", f"pip install '{wanted}'")
     if requirement.specifier.contains(version, prereleases=True):
-        return Check(name, "OK", version)
-    return Check(name, "FAIL", f"{version}, supported {requirement.specifier}", f"pip install '{wanted}'")
+        return Check(requirement.name, "OK", version)
+    found = f"{version}, supported {requirement.specifier}"
+    return Check(requirement.name, "FAIL", found, f"pip install '{wanted}'")
+
+
+def check_extra(extra: str, requirements: list[Requirement]) -> list[Check]:
+    """One line for an extra that is whole or missing; and one for each of its packages that has another version."""
+    checks = [check_dependency(requirement) for requirement in requirements]
+    missing = [check.name for check in checks if check.found == "not installed"]
+    failures = [check for check in checks if check.status == "FAIL" and check.name not in missing]
+    if missing:
+        failures.append(Check(f"[{extra}]", "SKIP", f"without {', '.join(missing)}", installs(extra)))
+    return failures or [Check(f"[{extra}]", "OK", ", ".join(f"{check.name} {check.found}" for check in checks))]
+
+
+def installs(extra: str) -> str:
+    """The command that installs an extra: another one in a checkout than beside an installed wheel."""
+    origin = metadata.distribution("plpkg").read_text("direct_url.json") or "{}"
+    if json.loads(origin).get("dir_info", {}).get("editable"):
+        return f"in the checkout: pip install -e '.[{extra}]'"
+    return f"pip install 'plpkg[{extra}]'"
 
 
 def check_torchvision() -> Check:
@@ -181,8 +207,16 @@ def check_models() -> list[Check]:
     return checks
 
 
+def corpora_unread() -> Check:
+    """What stands in place of :func:`check_corpora`, which takes a minute the first time."""
+    remedy = (
+        "plpkg doctor --full compares it: a minute the first time, since it reads the docstrings of installed packages"
+    )
+    return Check("corpora", "SKIP", "not compared with the recorded text", remedy)
+
+
 def check_corpora() -> Check:
-    """The text of this installation against the recorded one; the first time it is read, for about 40 seconds."""
+    """The text of this installation against the recorded one."""
     try:
         with catalog.data_path("measured", "corpora.csv").open(encoding="utf-8", newline="") as file:
             recorded = list(csv.DictReader(file))
@@ -214,7 +248,7 @@ def check_kernel() -> Check:
     try:
         from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
     except ImportError:
-        return Check("Jupyter kernel", "SKIP", "Jupyter is not installed", "pip install -e '.[notebooks]'")
+        return Check("Jupyter kernel", "SKIP", "Jupyter is not installed", installs("notebooks"))
     try:
         spec = KernelSpecManager().get_kernel_spec("python3")
     except NoSuchKernel:

@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from plpkg import hub
 from plpkg.projections import PROJECTIONS
 from plpkg.validation import shown, whole_number
 
@@ -59,6 +60,7 @@ def dimensions(config, name: str | None, local_files_only: bool) -> dict:
 def _read(name: str, local_files_only: bool):
     from transformers import AutoConfig
 
+    local_files_only = local_files_only or hub.must_be_local(name)
     try:
         return AutoConfig.from_pretrained(name, local_files_only=local_files_only, trust_remote_code=False)
     except OSError as error:
