@@ -29,9 +29,11 @@ $(VENV)/installed: pyproject.toml $(CONSTRAINTS)
 	@$(BIN)/plpkg fetch || echo "The two published models were not fetched: all but what speaks with them works. $(BIN)/plpkg fetch tries again."
 
 lab: install ## open JupyterLab on the first notebook
+	@echo "If no browser opens, open the address below. On another machine: ssh -L 8888:localhost:8888 THIS_MACHINE, then open it there."
 	$(BIN)/jupyter lab $(LAB) notebooks/00_start_here.ipynb
 
 demo: install ## the explorers' sliders as a page without code; DEMO="--no-browser --port=…" adds options
+	@echo "If no browser opens, open the address below. On another machine: ssh -L 8866:localhost:8866 THIS_MACHINE, then open it there."
 	$(BIN)/voila --Voila.config_file_paths=notebooks/demo $(DEMO) notebooks/demo/explorers.ipynb
 
 serve: install ## serve SmolLM2 with three people's adapters; STORE=… keeps them elsewhere, SERVE="--replicas 2" adds options
@@ -54,8 +56,12 @@ reports: install ## every report re-run and compared, as the lessons by `make te
 ui-test: install ## drive every widget in a real JupyterLab
 	$(BIN)/python -m pytest -m browser tests/ui
 
-lint: install ## ruff (code and notebooks) and the import contract
+lint: $(VENV)/linters ## ruff (code and notebooks), the import contracts, pyright on the package
 	$(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/lint-imports --no-cache
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+$(VENV)/linters: $(VENV)/installed # node comes with pyright: only who changes the code needs them
+	$(BIN)/python -m pip install --quiet -c $(CONSTRAINTS) -e '.[lint]' && touch $@
 
 notebooks: install ## re-execute the notebooks in order and write their outputs back
 	$(BIN)/jupyter nbconvert $(EXECUTE) $(NOTEBOOKS)
@@ -63,7 +69,8 @@ notebooks: install ## re-execute the notebooks in order and write their outputs 
 
 docs: install ## the documentation site, offline, into docs/_build/html
 	rm -rf docs/_build && mkdir -p docs/_build/source
-	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky --quiet --jobs 2 -c docs -d docs/_build/doctrees docs/_build/source docs/_build/html
+	@echo "Sphinx reads the pages, then writes them: four minutes of CPU time. In a terminal it says where it is."
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --nitpicky $(if $(MAKE_TERMOUT),,--quiet) --jobs 2 -c docs -d docs/_build/doctrees docs/_build/source docs/_build/html
 
 student: install ## the lessons without outputs and solutions, for a class, into student/
 	$(BIN)/python notebooks/student.py student $(LESSONS)

@@ -15,7 +15,10 @@ ROOT = Path(__file__).parents[1]
 # With the extras that pip is to take.
 NOT_ON_CONDA_FORGE = {"math-core": "", "optimum-quanto": "", "playwright": "", "ray": "[serve]", "torch-pruning": ""}
 CONDA_NAMES = {"prometheus-client": "prometheus_client", "torch": "pytorch"}
-FOR_ACCELERATORS = {"gpu"}  # brought by the build of torch that needs them, in the version that it pins
+ELSEWHERE = {
+    "gpu",  # brought by the build of torch that needs it, in the version that it pins
+    "lint",  # type checkers, for who changes the code
+}
 
 
 def project():
@@ -44,7 +47,7 @@ def environment(path="environment.yml"):
 
 
 def test_constraints_pin_every_requirement_within_its_range():
-    for requirement in requirements():
+    for requirement in requirements(["docs", "lint", "notebooks", "scale", "serve", "test"]):
         assert requirement.specifier.contains(pins()[canonicalize_name(requirement.name)]), requirement
 
 
@@ -57,7 +60,7 @@ def test_conda_lists_the_same_packages_at_the_same_versions():
 def test_conda_takes_the_rest_from_pip():
     (pip,) = (line["pip"] for line in environment()["dependencies"] if isinstance(line, dict))
     *others, editable = pip
-    extras = [name for name in project()["optional-dependencies"] if name not in FOR_ACCELERATORS]
+    extras = [name for name in project()["optional-dependencies"] if name not in ELSEWHERE]
     assert editable == f"-e .[{','.join(extras)}]"
     assert dict(line.split("==") for line in others) == {
         name + more: pins()[name] for name, more in NOT_ON_CONDA_FORGE.items()
