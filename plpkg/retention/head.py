@@ -185,5 +185,5 @@ def _check(backbone: str, model: nn.Module) -> None:
     if actual != backbone:
         raise ValueError(
             f"these heads belong to a backbone with fingerprint {backbone[:12]}…, "
-            f"but {type(model).__name__} has {actual[:12]}…"
+            f"but {type(model).__name__} has {actual[:12]}…: train heads of its own"
         )

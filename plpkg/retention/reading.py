@@ -326,7 +326,7 @@ def load(folder: str | Path, model: nn.Module) -> PrefillResult:
     if (reader["backbone"], reader["dtype"]) != (actual, str(model.dtype)):
         raise ValueError(
             f"{path} was read by a backbone with fingerprint {reader['backbone'][:12]}… in {reader['dtype']}, but "
-            f"{type(model).__name__} has {actual[:12]}… in {model.dtype}"
+            f"{type(model).__name__} has {actual[:12]}… in {model.dtype}: read the text anew"
         )
     store = UnitStore if state["store"] is None else quantized(**state["store"])
     cache = EvictingCache(model, state["positions"], store)
