@@ -18,7 +18,8 @@ def on_first_use(package: str) -> Callable[[str], object]:
     """The ``__getattr__`` of a package: it imports on first use what type checkers import at once.
 
     What the package's own file imports under ``if TYPE_CHECKING:`` is read from its source, so that no second list
-    says where a name is defined.
+    says where a name is defined. The call stands under ``else:``, since a module with a ``__getattr__`` has any name,
+    for a type checker.
 
     Parameters
     ----------

@@ -17,6 +17,8 @@ from plpkg.imports import on_first_use
 if TYPE_CHECKING:
     from plpkg.autonomy import baselines, exercises, plots, widget
     from plpkg.autonomy.compile import three_graphs
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "Evaluation",
@@ -44,5 +46,3 @@ __all__ = [
     "vocabulary",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from plpkg.clipping.training import accounting
     from plpkg.clipping.training.make import make_private
     from plpkg.clipping.training.trainer import PrivateTrainer
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "Clip",
@@ -32,5 +34,3 @@ __all__ = [
     "widget",
     "zoo",
 ]
-
-__getattr__ = on_first_use(__name__)

@@ -20,6 +20,8 @@ from plpkg.imports import on_first_use
 
 if TYPE_CHECKING:
     from plpkg.communication import designs, exercises, onlookers, plots, widget
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "BASELINES",
@@ -42,5 +44,3 @@ __all__ = [
     "plots",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)

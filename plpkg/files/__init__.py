@@ -6,7 +6,7 @@ from plpkg.imports import on_first_use
 
 if TYPE_CHECKING:
     from plpkg.files import checkpoints, untrusted
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = ["checkpoints", "untrusted"]
-
-__getattr__ = on_first_use(__name__)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from plpkg.residual.wire.device import DeviceClient
     from plpkg.residual.wire.messages import Counter
     from plpkg.residual.wire.terms import Limits
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "CloudPart",
@@ -46,5 +48,3 @@ __all__ = [
     "waits",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)

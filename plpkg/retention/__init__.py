@@ -15,6 +15,8 @@ from plpkg.retention.trials import tasks, text, tiny
 
 if TYPE_CHECKING:
     from plpkg.retention import exercises, plots, widget
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "RetainingHeads",
@@ -33,5 +35,3 @@ __all__ = [
     "train_heads",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)

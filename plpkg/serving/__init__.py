@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from plpkg.serving.requests import Request
     from plpkg.serving.segments import sgmv
     from plpkg.serving.training import per_person_gradients, train_many
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "Adapter",
@@ -35,5 +37,3 @@ __all__ = [
     "validate_adapter",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)

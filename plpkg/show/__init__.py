@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from plpkg.show import drawing, exercise, explorer, theme
     from plpkg.show.exercise import check_function, check_number, compare
     from plpkg.show.explorer import Explorer
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = ["Explorer", "check_function", "check_number", "compare", "drawing", "exercise", "explorer", "theme"]
-
-__getattr__ = on_first_use(__name__)

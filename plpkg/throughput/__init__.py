@@ -22,6 +22,8 @@ from plpkg.throughput.split import METHODS, Split
 
 if TYPE_CHECKING:
     from plpkg.throughput import exercises, plots, published, widget
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "ACCOUNTINGS",
@@ -47,5 +49,3 @@ __all__ = [
     "whole_model_flops",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from plpkg.serving.service.simulation import Arrival, arrivals, simulate
     from plpkg.serving.service.store import Store
     from plpkg.serving.service.tiers import Tiers
+else:
+    __getattr__ = on_first_use(__name__)
 
 __all__ = [
     "Arrival",
@@ -32,5 +34,3 @@ __all__ = [
     "simulate",
     "widget",
 ]
-
-__getattr__ = on_first_use(__name__)
