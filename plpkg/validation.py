@@ -7,6 +7,9 @@ import math
 import reprlib
 from collections.abc import Callable
 from functools import wraps
+from typing import TypeVar
+
+T = TypeVar("T")
 
 _brief = reprlib.Repr()
 _brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxother = 2, 100, 4, 4, 60
@@ -78,7 +81,7 @@ def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *
     raise ValueError(f"{name} must be {bound}, got {shown(value)}")
 
 
-def one_of(name: str, value: object, allowed: tuple) -> object:
+def one_of(name: str, value: object, allowed: tuple[T, ...]) -> T:
     """Return ``value`` if it is one of ``allowed``.
 
     Raises

@@ -158,7 +158,7 @@ def attacks(recorded: str, model: str = "plpkg-small") -> Attacks:
     attacked = measured[measured["attack"].isin(ATTACKS)]
     one_of("recorded", recorded, tuple(attacked["design"].unique()))
     of_design = attacked[attacked["design"] == recorded]
-    found = [_attack(name, persons) for name, persons in of_design.groupby("attack")]
+    found = [_attack(str(name), persons) for name, persons in of_design.groupby("attack")]
     worst_first = tuple(sorted(found, key=lambda each: -each.auc))
     bounds = _asked(recorded, model)["bound"].dropna()
     bound = float(bounds.iloc[0]) if len(bounds) else 1.0
@@ -229,10 +229,11 @@ def read_out(view: View) -> str:
             f"({100 * worst.low:.0f} to {100 * worst.high:.0f}); for certain it finds {worst.found} of {worst.notes} "
             f"(by chance {worst.by_chance:.0f})"
         )
-        if view.attacks.shadows is not None:
+        shadows, without = view.attacks.shadows, view.attacks.without_shadows
+        if shadows is not None and without is not None:
             said += (
-                f". With eight adapters to compare with, for one person: {100 * view.attacks.shadows:.0f} %, and "
-                f"{100 * view.attacks.without_shadows:.0f} without them"
+                f". With eight adapters to compare with, for one person: {100 * shadows:.0f} %, and "
+                f"{100 * without:.0f} without them"
             )
         if view.attacks.bound < 1:
             said += f". In the mean of trainings ε allows at most {100 * view.attacks.bound:.0f} %"

@@ -88,7 +88,7 @@ def ladder_messages(model: str | ModelShape, rank: int = 96, **run) -> Iterator[
 
 
 def _walk(
-    run: Run, endpoints: bool, shapes: Callable | None, names: tuple[str, ...], riding: int = 0, late: bool = False
+    run: Run, endpoints: bool, shapes: Callable, names: tuple[str, ...], riding: int = 0, late: bool = False
 ) -> Iterator[Message]:
     """Play the protocol: one pass over all positions, or in ``decode`` one pass a token.
 
@@ -128,7 +128,7 @@ def _backward(
     run: Run,
     layers: range,
     endpoints: bool,
-    shapes: Callable | None,
+    shapes: Callable,
     names: tuple[str, ...],
     riding: int,
     late: bool,

@@ -3,9 +3,10 @@
 import math
 from collections.abc import Callable
 from numbers import Number
+from typing import Any
 
 
-def or_none(function: Callable, *arguments: object) -> object:
+def or_none(function: Callable, *arguments: Any) -> Any:
     """Call ``function``; ``None`` if it raises, as a learner's object may wherever it is touched."""
     try:
         return function(*arguments)
@@ -13,7 +14,7 @@ def or_none(function: Callable, *arguments: object) -> object:
         return None
 
 
-def plain_value(value: object) -> object:
+def plain_value(value: Any) -> Any:
     """The value with its arrays as tensors on the CPU, and its scalar arrays as Python's numbers."""
     if type(value) in (list, tuple):
         return type(value)(map(plain_value, value))
@@ -28,7 +29,7 @@ def plain_value(value: object) -> object:
     return as_tensor(value).detach().cpu().to_dense().as_subclass(torch.Tensor)
 
 
-def alike(got: object, expected: object, tolerance: float) -> bool:
+def alike(got: Any, expected: Any, tolerance: float) -> bool:
     """Whether two plain values agree; the type of ``expected`` decides how, so no method of the learner's does."""
     if isinstance(expected, int | float):
         return _alike_number(got, expected, tolerance)
@@ -47,13 +48,13 @@ def alike(got: object, expected: object, tolerance: float) -> bool:
     return bool(got == expected)
 
 
-def _alike_number(got: object, expected: int | float, tolerance: float) -> bool:
+def _alike_number(got: Any, expected: int | float, tolerance: float) -> bool:
     if type(got) is int and isinstance(expected, int):
         return got == expected  # as floats, 2**60 and 2**60 + 1 would be equal
     if not isinstance(got, Number):
         return False
     relative = 0 if isinstance(expected, int) else tolerance
-    return math.isclose(float(got), expected, rel_tol=relative, abs_tol=1e-12)
+    return math.isclose(float(got), expected, rel_tol=relative, abs_tol=1e-12)  # pyright: ignore[reportArgumentType]
 
 
 def close(got, expected, tolerance: float) -> bool:
@@ -85,7 +86,7 @@ def is_whole(tensor) -> bool:
     return not (tensor.is_floating_point() or tensor.is_complex())
 
 
-def as_tensor(value: object):
+def as_tensor(value: Any):
     """A number, a list or an array as a tensor; a tensor as it is."""
     import numpy as np
     import torch

@@ -3,13 +3,14 @@
 import itertools
 import math
 import reprlib
-from collections.abc import Iterable
+from collections.abc import Collection
 from numbers import Number
+from typing import Any
 
 from plpkg.show.comparing import alike, as_tensor, close, is_whole, or_none, plain_value, right_entries
 
 
-def describe_difference(got: object, expected: object, tolerance: float, numbers: int) -> str:
+def describe_difference(got: Any, expected: Any, tolerance: float, numbers: int) -> str:
     """Say how two plain values differ: by their forms if these differ, else by their numbers."""
     if hasattr(got, "shape") or hasattr(expected, "shape"):
         return _tensor_difference(got, expected, tolerance, numbers)
@@ -32,7 +33,7 @@ def describe_difference(got: object, expected: object, tolerance: float, numbers
     return f"{describe_difference(got[place], expected[place], tolerance, numbers)}, at place {place!r}"
 
 
-def _tensor_difference(got: object, expected: object, tolerance: float, numbers: int) -> str:
+def _tensor_difference(got: Any, expected: Any, tolerance: float, numbers: int) -> str:
     """Say how two plain values differ, at least one of which is a tensor."""
     if _form(got) != _form(expected):
         both_tensors = hasattr(got, "shape") and hasattr(expected, "shape")
@@ -64,7 +65,7 @@ def _how_far(got, expected, tolerance: float) -> str:
 RESHAPED = "; its numbers are right"
 
 
-def right_otherwise(got: object, expected: object, tolerance: float) -> str:
+def right_otherwise(got: Any, expected: Any, tolerance: float) -> str:
     """The end of a sentence about a wrong result: its numbers are right, or its axes are in another order; or ""."""
     if not (hasattr(got, "shape") or hasattr(expected, "shape")):
         return ""
@@ -80,7 +81,7 @@ def right_otherwise(got: object, expected: object, tolerance: float) -> str:
     return ""
 
 
-def not_finite(value: object) -> str:
+def not_finite(value: Any) -> str:
     """``nan`` or ``inf`` if the value is one or holds one, else ""."""
     if isinstance(value, list | tuple | dict):
         return next(filter(None, map(not_finite, _entries(value))), "")
@@ -93,7 +94,7 @@ def not_finite(value: object) -> str:
     return "nan" if math.isnan(value) else "inf"
 
 
-def _entries(value: object) -> Iterable:
+def _entries(value: Any) -> Collection:
     """The entries of a list, a tuple or a dict; other values have none."""
     if isinstance(value, dict):
         return value.values()
@@ -102,11 +103,11 @@ def _entries(value: object) -> Iterable:
     return ()
 
 
-def _holds_tensors(value: object) -> bool:
+def _holds_tensors(value: Any) -> bool:
     return hasattr(value, "shape") or any(map(_holds_tensors, _entries(value)))
 
 
-def _form(value: object) -> str:
+def _form(value: Any) -> str:
     if hasattr(value, "shape"):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Number):
@@ -137,7 +138,7 @@ class _Brief(reprlib.Repr):
         return self.repr1(tensor.tolist(), level)
 
 
-def brief(value: object, numbers: int = 6) -> str:
+def brief(value: Any, numbers: int = 6) -> str:
     plain = or_none(plain_value, value)
     if plain is None:
         plain = value

@@ -58,5 +58,9 @@ def _patch(ax, x, y, width, height, colour, zorder) -> None:
     from matplotlib.patches import FancyBboxPatch
 
     pad = 0.06  # matplotlib adds the round corners outside of the box that it is given
-    style = dict(boxstyle=f"round,pad={pad}", facecolor=colour, edgecolor="white", zorder=zorder)
-    ax.add_patch(FancyBboxPatch((x + pad, y + pad), width - 2 * pad, height - 2 * pad, **style))
+    ax.add_patch(
+        FancyBboxPatch(
+            (x + pad, y + pad), width - 2 * pad, height - 2 * pad, boxstyle=f"round,pad={pad}",
+            facecolor=colour, edgecolor="white", zorder=zorder,
+        )
+    )  # fmt: skip

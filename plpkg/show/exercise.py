@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from html import escape
+from typing import Any
 
 from plpkg.show.comparing import alike, is_whole, or_none, plain_value
 from plpkg.show.differences import RESHAPED, brief, describe_difference, listed, not_finite, right_otherwise
@@ -208,7 +209,7 @@ def _digits(value: float, digits: int = 3) -> str:
     return f"{value:,.0f}" if whole(value) else f"{value:.{digits}g}"
 
 
-def _mistake(got: object, expected: object, hint: Callable[..., str], arguments: tuple, tolerance: float) -> str:
+def _mistake(got: Any, expected: Any, hint: Callable[..., str], arguments: tuple, tolerance: float) -> str:
     """The mistake behind a wrong result: NaN or infinity, or what ``hint`` says; "" if it is unknown."""
     if or_none(right_otherwise, got, expected, tolerance) == RESHAPED:
         return ""  # the message says so, and no hint knows better

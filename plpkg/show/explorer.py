@@ -10,8 +10,9 @@ Choices are sliders, not drop-down lists: JupyterLab takes the arrow keys from a
 """
 
 from base64 import b64encode
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from html import escape
+from typing import Any
 
 import ipywidgets
 
@@ -67,9 +68,9 @@ class Explorer(ipywidgets.VBox):
 
     def __init__(
         self,
-        controls: dict[str, ipywidgets.Widget],
+        controls: Mapping[str, Any],
         compute: Callable,
-        read_out: Callable[[object], str],
+        read_out: Callable[..., str],
         draw: Callable,
         question: str = "",
     ) -> None:
@@ -139,7 +140,7 @@ class Explorer(ipywidgets.VBox):
     def _repr_mimebundle_(self, **kwargs) -> dict:
         # For a reader without a kernel. ipywidgets itself would cut the text at 110 characters.
         still = {"text/plain": repr(self), "text/html": self._still()}
-        return super()._repr_mimebundle_(**kwargs) | still
+        return super()._repr_mimebundle_(**kwargs) | still  # pyright: ignore[reportOptionalOperand]
 
     def _still(self) -> str:
         """The widget as HTML that needs no kernel: a table of its controls' values, its sentence, its picture."""
@@ -150,7 +151,7 @@ class Explorer(ipywidgets.VBox):
         return f"{self._asked()}{table}<p>{escape(self.text)}</p>{self._image.value}"
 
     @staticmethod
-    def _shown(control: ipywidgets.Widget) -> str:
+    def _shown(control: Any) -> str:
         """The text beside a control: the label of the chosen option if it has one, else the value."""
         value = control.value
         if not hasattr(control, "options"):

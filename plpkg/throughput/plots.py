@@ -151,7 +151,7 @@ def breakdown(estimates: Mapping[str, Estimate], others: Mapping[str, float] | N
     said = []
     for name, estimate in estimates.items():
         seconds = estimate.breakdown()
-        largest = max(seconds, key=seconds.get)
+        largest = max(seconds, key=seconds.__getitem__)
         said.append(f"{name} {1e3 / estimate.tokens_per_s:.1f} ms, largest part {TERM_LABELS[largest]}")
     return theme.describe(ax, f"Stacked bars of the milliseconds of a token: {'; '.join(said)}.")
 
@@ -192,7 +192,7 @@ def against_rtt(
     rtts = [0.1 * 10 ** (i / 20) for i in range(61)]
     table = latency.against_rtt(models, rtts, **settings)
     for name, scheme in (schemes or {}).items():
-        table.loc[name] = latency.against_rtt(models[:1], rtts, **settings | scheme).iloc[0]
+        table.loc[name] = latency.against_rtt(models[:1], rtts, **settings, **scheme).iloc[0]
     for (name, speeds), style in zip(table.iterrows(), theme.styles(len(table)), strict=True):
         ax.plot(rtts, speeds, label=name, **style | {"marker": ""}, lw=2)
     for (least, most), hatch in zip(more_ms, ("", "////"), strict=False):

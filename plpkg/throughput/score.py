@@ -5,6 +5,7 @@ r"""The score that weighs quality by speed (PrivateLoRA article).
 
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 from plpkg.validation import keywords, number
 
@@ -42,7 +43,7 @@ def score(
     return tokens_per_s / gpu_tokens_per_s * (fmean(after) - fmean(before))
 
 
-def _benchmarks(name: str, accuracy: float | Sequence[float]) -> list[float]:
+def _benchmarks(name: str, accuracy: Any) -> list[float]:
     """The accuracies of one or several benchmarks as a list."""
     is_text = isinstance(accuracy, str | bytes)  # number() refuses it below
     is_scalar = getattr(accuracy, "ndim", 1) == 0  # an array without dimensions has __iter__, but raises there

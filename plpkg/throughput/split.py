@@ -23,14 +23,14 @@ METHODS = ("low_rank", "ladder")
 """``low_rank``: every layer exchanges residuals with the device. ``ladder``: the device adds one, at the end."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Split:
     """The arrangement whose speed is estimated.
 
     Attributes
     ----------
     model, link, device, cloud
-        Objects of :mod:`plpkg.catalog`, or their names.
+        Objects of :mod:`plpkg.catalog`, given as such or by their names.
     rank, r_c2d, r_d2c, projections, adapted_layers
         As in :func:`plpkg.communication.low_rank`; ``rank`` fills ``r_c2d`` and ``r_d2c``. A ladder's
         layers send ``r_c2d`` numbers and get none (``r_d2c`` is 0), whatever ``projections`` says.
@@ -52,51 +52,73 @@ class Split:
         ``down_proj`` a layer that a ladder and a folded adapter need.
     """
 
-    model: str | ModelShape
-    rank: int = 64
-    link: str | Link = "5g-published"
-    rtt_s: float | None = None
-    r_c2d: int | None = None
-    r_d2c: int | None = None
-    device: str | Device = "iphone-13-pro-max"
-    cloud: str | Device = "a100-80gb-pcie"
-    bits: int = 16
-    phone_bits: int = 16
-    cloud_bits: int = 16
-    cache_bits: int = 16
-    projections: int = 3
-    adapted_layers: int | None = None
-    method: str = "low_rank"
-    width: int | None = None
-    late: bool = False
-    folded: bool = False
+    model: ModelShape
+    rank: int
+    link: Link
+    rtt_s: float
+    r_c2d: int
+    r_d2c: int
+    device: Device
+    cloud: Device
+    bits: int
+    phone_bits: int
+    cloud_bits: int
+    cache_bits: int
+    projections: int
+    adapted_layers: int
+    method: str
+    width: int | None
+    late: bool
+    folded: bool
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        model: str | ModelShape,
+        rank: int = 64,
+        link: str | Link = "5g-published",
+        rtt_s: float | None = None,
+        r_c2d: int | None = None,
+        r_d2c: int | None = None,
+        device: str | Device = "iphone-13-pro-max",
+        cloud: str | Device = "a100-80gb-pcie",
+        bits: int = 16,
+        phone_bits: int = 16,
+        cloud_bits: int = 16,
+        cache_bits: int = 16,
+        projections: int = 3,
+        adapted_layers: int | None = None,
+        method: str = "low_rank",
+        width: int | None = None,
+        late: bool = False,
+        folded: bool = False,
+    ) -> None:
         def settle(**fields) -> None:
             for name, value in fields.items():
                 object.__setattr__(self, name, value)
 
-        settle(model=find_model(self.model), link=find_link(self.link))
-        if self.model.encoder:
-            raise ValueError(f"{self.model.name} is an encoder: it does not generate")
-        settle(device=find_device(self.device), cloud=find_device(self.cloud))
-        settle(rtt_s=self.link.rtt_s if self.rtt_s is None else number("rtt_s", self.rtt_s))
-        settle(late=flag("late", self.late), folded=flag("folded", self.folded))
-        settle(width=None if self.width is None else whole_number("width", self.width, 1))
-        ladder = one_of("method", self.method, METHODS) == "ladder"
-        of_other_method = ("r_d2c", "late", "folded") if ladder else ("width",)
-        for name in of_other_method:
-            value = getattr(self, name)
+        model = find_model(model)
+        link = find_link(link)
+        if model.encoder:
+            raise ValueError(f"{model.name} is an encoder: it does not generate")
+        settle(model=model, rank=rank, link=link, device=find_device(device), cloud=find_device(cloud))
+        settle(rtt_s=link.rtt_s if rtt_s is None else number("rtt_s", rtt_s))
+        settle(late=flag("late", late), folded=flag("folded", folded))
+        settle(width=None if width is None else whole_number("width", width, 1))
+        ladder = one_of("method", method, METHODS) == "ladder"
+        settle(method=method)
+        of_other_method = dict(r_d2c=r_d2c, late=late, folded=folded) if ladder else dict(width=width)
+        for name, value in of_other_method.items():
             if value not in (None, 0):  # False is 0, too
-                raise ValueError(f"{name}={value!r} is not for method={self.method!r}")
-        if (ladder or self.folded) and self.model.expert_parameters:
-            raise ValueError(f"{self.model.name} has experts, not one down_proj a layer: no ladder, and nothing folded")
-        r_c2d, r_d2c = ranks(self.model, self.rank, self.r_c2d, None if ladder else self.r_d2c)
+                raise ValueError(f"{name}={value!r} is not for method={method!r}")
+        if (ladder or folded) and model.expert_parameters:
+            raise ValueError(f"{model.name} has experts, not one down_proj a layer: no ladder, and nothing folded")
+        r_c2d, r_d2c = ranks(model, rank, r_c2d, None if ladder else r_d2c)
         settle(r_c2d=r_c2d, r_d2c=0 if ladder else r_d2c)
-        for name in ("bits", "phone_bits", "cloud_bits", "cache_bits"):
-            settle(**{name: whole_number(name, getattr(self, name), 1, 64)})
-        projection_dims(self.model, self.projections)
-        settle(adapted_layers=communication.Run(self.model, adapted_layers=self.adapted_layers).crossing_layers)
+        widths = dict(bits=bits, phone_bits=phone_bits, cloud_bits=cloud_bits, cache_bits=cache_bits)
+        settle(**{name: whole_number(name, value, 1, 64) for name, value in widths.items()})
+        projection_dims(model, projections)
+        settle(projections=projections)
+        settle(adapted_layers=communication.Run(model, adapted_layers=adapted_layers).crossing_layers)
         self.traffic()  # refuses what cannot be folded
 
     @property

@@ -37,7 +37,7 @@ def read_out(result: Speeds) -> str:
     """The result in words."""
     split = result.split
     parts = split.breakdown()
-    largest = max(parts, key=parts.get)
+    largest = max(parts, key=parts.__getitem__)
     unfit = "".join(f" But {sentence}." for sentence in (*split.unfit, *result.phone_only_unfit))
     return (
         f"{split.model}, rank {split.r_c2d}, {split.link}: {split.tokens_per_s:.2f} tokens/s, "
