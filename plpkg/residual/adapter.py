@@ -17,6 +17,7 @@ import hashlib
 import math
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
@@ -52,9 +53,9 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         self.base_layer = base_layer
         self.module = module
         self.in_features, self.out_features = features(module, self.get_base_layer())
-        self.privatelora_M = nn.ModuleDict()
-        self.privatelora_A = BufferDict(persistent=False)
-        self.privatelora_B = BufferDict(persistent=False)
+        self.privatelora_M: Any = nn.ModuleDict()  # these three do not say what they hold
+        self.privatelora_A: Any = BufferDict(persistent=False)
+        self.privatelora_B: Any = BufferDict(persistent=False)
         self.late: dict[str, tuple[UnderWay, bool, bool]] = {}  # of each late adapter: whether first, whether last
         self._disable_adapters = False
         self.merged_adapters = []
@@ -112,7 +113,7 @@ class PrivateLoraLayer(nn.Module, BaseTunerLayer):
         self.privatelora_M[adapter_name] = nn.Linear(config.r_c2d, config.r_d2c, bias=False)
         nn.init.zeros_(self.privatelora_M[adapter_name].weight)
         self._move_adapter_to_device_of_base_layer(adapter_name)
-        here = self.get_base_layer().weight.device
+        here = weight_of(self).device
         keep_projections(  # after the move, which rounds
             self.module, adapter_name, config, (self.privatelora_A, a.to(here)), (self.privatelora_B, b.to(here))
         )
@@ -233,6 +234,11 @@ def features(module: str, base: nn.Module) -> tuple[int, int]:
     if isinstance(base, Conv1D):
         return base.nx, base.nf
     raise ValueError(f"{module} is a {type(base).__name__}: only nn.Linear and Conv1D can be adapted")
+
+
+def weight_of(layer: Any) -> nn.Parameter:
+    """The weight of the linear layer in whose place an adapter's layer is."""
+    return layer.get_base_layer().weight
 
 
 def plain(module: str, weight: torch.Tensor) -> torch.Tensor:

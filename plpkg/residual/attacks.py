@@ -253,7 +253,7 @@ def imitate_ladder(
     n = len(tokens)
     if n < 2 or finals.shape != (n, part.width) or not finals.isfinite().all():
         raise ValueError(f"finals {tuple(finals.shape)} and {n} tokens are not two pairs at least, or not finite")
-    if part.tail is None:
+    if part.tail is None or part.tail.m is None:
         raise ValueError("the part has no ladder: no M stands before its norm")
     require_tokens(tokens, part.embedding.num_embeddings)
     number("temperature", temperature, open_low=True)

@@ -25,7 +25,7 @@ from peft.tuners._buffer_dict import BufferDict
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from plpkg.residual.adapter import PrivateLoraLayer, as_places, layers, plain
+from plpkg.residual.adapter import PrivateLoraLayer, as_places, layers, plain, weight_of
 from plpkg.residual.ladder import LadderNorm, LadderTap, taps
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig
 from plpkg.validation import whole_number
@@ -86,11 +86,11 @@ def from_gradients(
     for layer, gradient in zip(adapted, gradients, strict=True):
         u, s, vh = torch.linalg.svd(gradient.float(), full_matrices=False)
         if isinstance(layer, LadderTap):
-            _set(layer.ladder_A, adapter_name, vh[: config.r])
+            _set(layer.ladder_A, adapter_name, vh[: ranks["r"]])
         else:
-            as_large = (layer.out_features / config.r_d2c) ** 0.5  # as a Gaussian B of variance 1 / r_d2c
-            _set(layer.privatelora_A, adapter_name, vh[: config.r_c2d])
-            _set(layer.privatelora_B, adapter_name, u[:, : config.r_d2c] * as_large)
+            as_large = (layer.out_features / ranks["r_d2c"]) ** 0.5  # as a Gaussian B of variance 1 / r_d2c
+            _set(layer.privatelora_A, adapter_name, vh[: ranks["r_c2d"]])
+            _set(layer.privatelora_B, adapter_name, u[:, : ranks["r_d2c"]] * as_large)
         norms[layer.module] = s[: min(ranks.values())].norm().item()
     return norms
 
@@ -101,7 +101,7 @@ def _set(buffers: BufferDict, adapter_name: str, value: torch.Tensor) -> None:
 
 
 @contextlib.contextmanager
-def _frozen(model: PeftModel, learning: Iterable[nn.Parameter] = ()) -> Iterator[None]:
+def _frozen(model: PeftModel, learning: Iterable[torch.Tensor] = ()) -> Iterator[None]:
     """Nothing requires a gradient but ``learning``; afterwards the model is as it was."""
     before = [(p, p.requires_grad, p.grad) for p in model.parameters()]
     try:
@@ -119,7 +119,7 @@ def _frozen(model: PeftModel, learning: Iterable[nn.Parameter] = ()) -> Iterator
 
 def _gradients(model: PeftModel, adapted: list[PrivateLoraLayer], batches: Iterable) -> list[torch.Tensor]:
     """Of each layer's weight ``(out_features, in_features)``, summed."""
-    weights = [plain(layer.module, layer.get_base_layer().weight) for layer in adapted]
+    weights = [plain(layer.module, weight_of(layer)) for layer in adapted]
     with _frozen(model, weights):
         for ids in batches:
             ids = ids.to(model.device)
@@ -155,8 +155,8 @@ def _gradients_of_rungs(
         with _frozen(model):
             for ids in batches:
                 ids = ids.to(model.device)
-                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-                delta = final[0].grad  # (batch, seq, hidden)
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+                (delta,) = torch.autograd.grad(loss, final)  # (batch, seq, hidden)
                 for tap, x in inputs.items():
                     x = as_places(x, tuple(delta.shape[:-1]))  # (batch, seq, in_features)
                     sums[tap] = sums.get(tap, 0) + delta.flatten(0, 1).T @ x.flatten(0, 1)

@@ -63,7 +63,9 @@ class ProjectionConfig(PeftConfig):
         Of the weights' file beside a saved configuration.
     """
 
-    target_modules: list[str] | str | None = field(default=None, metadata={"help": "Linear layers to adapt."})
+    target_modules: list[str] | set[str] | str | None = field(
+        default=None, metadata={"help": "Linear layers to adapt."}
+    )
     layers_to_transform: list[int] | None = field(default=None, metadata={"help": "Decoder layers to adapt."})
     init: str = field(default="gaussian", metadata={"help": "Where the projections come from."})
     projection_seed: int = field(default=0, metadata={"help": "Seed of the projections."})
@@ -71,10 +73,9 @@ class ProjectionConfig(PeftConfig):
     backbone: str | None = field(default=None, metadata={"help": "The backbone's fingerprint."})
     weights_sha256: str | None = field(default=None, metadata={"help": "SHA-256 of the weights' file."})
 
-    folder = None  # where it was read
-
     def __post_init__(self) -> None:
         super().__post_init__()
+        self.folder: Path | None = None  # where it was read; no field, which would be saved
         for name, allowed in (("task_type", TASKS), ("modules_to_save", (None, []))):
             if getattr(self, name) not in allowed:
                 raise ValueError(
@@ -112,7 +113,7 @@ class ProjectionConfig(PeftConfig):
         """
         weights = Path(save_directory, WEIGHTS)
         self.weights_sha256 = read_tensors(weights)[1] if weights.exists() else None
-        super().save_pretrained(save_directory, **options)
+        super().save_pretrained(str(save_directory), **options)
 
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path: str | Path, subfolder: str | None = None, **_):
@@ -152,6 +153,7 @@ class ProjectionConfig(PeftConfig):
         ValueError
             They are of another run, not finite, or have other names or shapes.
         """
+        assert self.folder is not None, "a configuration that was not read has no weights beside it"
         tensors, sha256 = read_tensors(self.folder / WEIGHTS)
         if self.weights_sha256 not in (None, sha256):
             raise ValueError(

@@ -14,14 +14,23 @@ This is ladder side-tuning (arXiv 2206.06522) at PrivateLoRA's cut (arXiv 2311.1
 its nearest relative is SPA (arXiv 2403.07088). Left out: a ladder with layers of its own, and merging, which cannot be.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from peft.tuners._buffer_dict import BufferDict
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 
-from plpkg.residual.adapter import PerThread, as_places, features, gaussian_projections, keep_projections, rows_of
+from plpkg.residual.adapter import (
+    PerThread,
+    as_places,
+    features,
+    gaussian_projections,
+    keep_projections,
+    rows_of,
+    weight_of,
+)
 from plpkg.residual.config import LadderConfig
 
 NORMS = ("norm", "ln_f", "final_layer_norm", "final_layernorm")
@@ -66,9 +75,12 @@ class Rungs(PerThread):
 class LadderLayer(nn.Module, BaseTunerLayer):
     """A part of a ladder."""
 
+    rungs: Rungs
     cast_input_dtype_enabled = True  # which peft.helpers.disable_input_dtype_casting sets
 
-    def rows_by_adapter(self, x: torch.Tensor, adapter_names: Sequence[str] | None) -> dict[str, torch.Tensor | None]:
+    def rows_by_adapter(
+        self, x: torch.Tensor, adapter_names: Sequence[str] | None
+    ) -> Mapping[str, torch.Tensor | None]:
         """The rows of ``x`` that each adapter reads: ``None`` is all of them, where no names are given."""
         if self.disable_adapters:
             return {}
@@ -100,15 +112,14 @@ class LadderTap(LadderLayer):
         self.module = module
         self.rungs = rungs
         self.in_features, self.out_features = features(module, self.get_base_layer())
-        self.ladder_A = BufferDict(persistent=False)
+        self.ladder_A: Any = BufferDict(persistent=False)  # which does not say what it holds
         self._disable_adapters = False
         self.merged_adapters = []
 
     def update_layer(self, adapter_name: str, config: LadderConfig) -> None:
         """Add an adapter: A as configured."""
         a, _ = gaussian_projections(config.projection_seed, self.module, self.in_features, 1, config.r, 1)
-        here = self.get_base_layer().weight.device
-        keep_projections(self.module, adapter_name, config, (self.ladder_A, a.to(here)))
+        keep_projections(self.module, adapter_name, config, (self.ladder_A, a.to(weight_of(self).device)))
 
     def rung(self, x: torch.Tensor, adapter_name: str) -> torch.Tensor:
         """u ``(…, r)`` for x ``(…, in_features)``."""
@@ -143,7 +154,7 @@ class LadderNorm(LadderLayer):
         super().__init__()
         self.base_layer = base_layer
         self.rungs = rungs
-        self.ladder_M = nn.ModuleDict()
+        self.ladder_M: Any = nn.ModuleDict()  # which does not say what it holds
         self.taps: dict[str, list[str]] = {}
         self._disable_adapters = False
         self.merged_adapters = []
@@ -152,11 +163,11 @@ class LadderNorm(LadderLayer):
         """Add an adapter: M adds nothing."""
         self.taps[adapter_name] = [tap.module for tap in taps]
         m = new_m(len(taps) * config.r, hidden, config.width)
-        outputs = [m] if config.width is None else [m.linear, m.down]
+        outputs = [m] if isinstance(m, nn.Linear) else [m.linear, m.down]
         for output in outputs:
             nn.init.zeros_(output.weight)
         self.ladder_M[adapter_name] = m
-        self._move_adapter_to_device_of_base_layer(adapter_name, taps[-1].get_base_layer().weight.device)
+        self._move_adapter_to_device_of_base_layer(adapter_name, weight_of(taps[-1]).device)
         self.set_adapter(self.active_adapters, inference_mode=config.inference_mode)
 
     def forward(self, hidden: torch.Tensor, adapter_names: Sequence[str] | None = None) -> torch.Tensor:
@@ -189,7 +200,7 @@ def taps(model: nn.Module, adapter_name: str = "default") -> list[LadderTap]:
     return [tap for tap in every if adapter_name in tap.ladder_A]
 
 
-def decoder_of(model: nn.Module) -> nn.Module:
+def decoder_of(model: nn.Module) -> Any:
     """The module that has a causal model's layers: its base model, or a part of that, as OPT's."""
     base = getattr(model, "base_model", model)
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):

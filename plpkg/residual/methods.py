@@ -14,6 +14,7 @@ import functools
 import hashlib
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
@@ -70,10 +71,10 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     configs = getattr(model, "peft_config", {})
     if not isinstance(configs.get(adapter_name), ProjectionConfig):
         raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(configs)}")
-    return model.base_model.as_lora(adapter_name)
+    return model.base_model.as_lora(adapter_name)  # pyright: ignore[reportCallIssue]
 
 
-def saved_config(folder: str | Path) -> ProjectionConfig:
+def saved_config(folder: str | Path) -> PrivateLoraConfig | LadderConfig:
     """The configuration of an adapter of this room in a folder.
 
     Raises
@@ -91,7 +92,7 @@ def saved_config(folder: str | Path) -> ProjectionConfig:
         raise ValueError(f"{folder}: {error}") from error
     if method not in (PRIVATE_LORA, LADDER):
         raise ValueError(f"{folder} holds a {str(method)[:40]} adapter, not a PrivateLoRA one or a ladder")
-    config_class, _ = METHODS[method]
+    config_class = LadderConfig if method == LADDER else PrivateLoraConfig
     return config_class.from_pretrained(folder)
 
 
@@ -174,12 +175,12 @@ def _like(load):
     return load_adapter
 
 
-PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)
+PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
 """PEFT writes into the folder itself: killed between the weights and the configuration, it would leave neither."""
-PeftModel.load_adapter = _like(PeftModel.load_adapter)
+PeftModel.load_adapter = _like(PeftModel.load_adapter)  # pyright: ignore[reportAttributeAccessIssue]
 """PEFT reads no configuration for an adapter that is there already: its A and B may be others."""
 
-METHODS = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}
+METHODS: dict[Any, tuple] = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}
 for _method, (_config, _tuner) in METHODS.items():
     PEFT_TYPE_TO_CONFIG_MAPPING[_method] = _config
     PEFT_TYPE_TO_TUNER_MAPPING[_method] = _tuner

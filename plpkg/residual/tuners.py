@@ -6,6 +6,7 @@ A saved adapter is exact, or refused: when it is built, and when its weights tak
 import contextlib
 import copy
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from peft import LoraConfig
@@ -29,6 +30,8 @@ LADDER_TARGETS = (["down_proj"], ["mlp.c_proj"])
 
 class RowwiseTuner(BaseTuner):
     """A PEFT method of this room, each row of whose batches can have an adapter of its own."""
+
+    peft_config: dict[str, Any]  # of this room's two kinds
 
     targets: Sequence[Sequence[str]]
     """Names of what is adapted by default: the first of these lists whose every name the model has."""
@@ -134,6 +137,7 @@ class PrivateLoraModel(RowwiseTuner):
     prefix = "privatelora_"
     tuner_layer_cls = PrivateLoraLayer
     targets = PROJECTIONS
+    peft_config: dict[str, PrivateLoraConfig]
 
     def _check_merge_allowed(self) -> None:
         """PEFT calls this before it merges, and warns."""
@@ -217,10 +221,13 @@ class LadderModel(RowwiseTuner):
     """Tuner that ``get_peft_model`` builds for a :class:`LadderConfig`."""
 
     prefix = "ladder_"
-    tuner_layer_cls = (LadderTap, LadderNorm)
+    tuner_layer_cls = LadderLayer
     targets = LADDER_TARGETS
+    peft_config: dict[str, LadderConfig]
+    inside: str
+    rungs: Rungs
 
-    def _prepare_model(self, peft_config: LadderConfig, model: nn.Module) -> None:
+    def _prepare_model(self, peft_config: LadderConfig, model: Any) -> None:
         norm, _ = final_norm(model)
         whole_number("r", peft_config.r, 1, model.config.hidden_size, "hidden_size")
         self.inside = norm[: norm.rfind(".") + 1]
@@ -259,7 +266,7 @@ class LadderModel(RowwiseTuner):
             self._replace_module(parent, target_name, tap, target)
         tap.update_layer(adapter_name, peft_config)
 
-    def _complete(self, model: nn.Module, adapter_name: str, low_cpu_mem_usage: bool) -> None:
+    def _complete(self, model: Any, adapter_name: str, low_cpu_mem_usage: bool) -> None:
         name, norm = final_norm(model)
         if not isinstance(norm, LadderNorm):
             norm = LadderNorm(norm, self.rungs)

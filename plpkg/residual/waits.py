@@ -41,11 +41,13 @@ class Waits:
 def compute(rtt_ms: float) -> Waits:
     """The speeds at a round-trip time."""
     without_delay = measured().query("rtt_ms == 0").set_index("what")
+    trips_per_token = without_delay["trips_per_token"]
+    tokens_per_s = without_delay["tokens_per_s"]
     speeds: dict[str, float] = {}
     trips: dict[str, float] = {}
     for way, scheme in WAYS.items():
-        trips[way] = float(without_delay.loc[scheme, "trips_per_token"])
-        own_s = 1 / without_delay.loc[scheme, "tokens_per_s"]  # t0 of a token
+        trips[way] = float(trips_per_token[scheme])
+        own_s = 1 / tokens_per_s[scheme]  # t0 of a token
         speeds[way] = 1 / (own_s + trips[way] * rtt_ms / 1e3)
     return Waits(rtt_ms, speeds, trips)
 
@@ -56,7 +58,7 @@ def read_out(waits: Waits) -> str:
         f"{way} {speed:.1f} tokens/s ({waits.round_trips[way]:.1f} round trips)"
         for way, speed in waits.tokens_per_s.items()
     )
-    fastest = max(waits.tokens_per_s, key=waits.tokens_per_s.get)
+    fastest = max(waits.tokens_per_s, key=waits.tokens_per_s.__getitem__)
     return f"At {waits.rtt_ms:g} ms: {speeds}. Fastest: {fastest}."
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -55,7 +56,7 @@ class CloudPart(nn.Module):
         self.riders = riders
         self._here = here
         self.exchanges = nn.ModuleList(exchanges)
-        self.make_cache: Callable[[nn.Module], Cache] | None = None
+        self.make_cache: Callable[[nn.Module], Any] | None = None
         self.requires_grad_(False)
 
     def connect(self, transport: Transport | None) -> None:
@@ -89,7 +90,7 @@ class CloudPart(nn.Module):
         hidden: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        cache: Cache | None = None,
+        cache: Any = None,
     ) -> torch.Tensor:
         """Run the layers: ``(batch, seq, hidden)`` to ``(batch, seq, hidden + riders)``."""
         self._here.shape = tuple(hidden.shape[:-1])
@@ -104,14 +105,14 @@ class CloudPart(nn.Module):
         return torch.cat([final, *riding], dim=-1)
 
 
-def new_cache(decoder: nn.Module) -> DynamicCache:
+def new_cache(decoder: Any) -> DynamicCache:
     """An empty KV cache, whose windows remember what a step has pushed out until :func:`cut_back` is called."""
     cache = DynamicCache(config=decoder.config)
     cache.activate_past_recording()
     return cache
 
 
-def cut_back(cache: DynamicCache, keep: int) -> None:
+def cut_back(cache: Any, keep: int) -> None:
     """Forget all but the first ``keep`` positions: between two steps, also where nothing is to be forgotten.
 
     Raises

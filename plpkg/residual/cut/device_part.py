@@ -8,7 +8,9 @@ asks the device at each exchange, which adds to M's gradient and answers with th
 the lowest layer, where nothing needs it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -39,6 +41,8 @@ class LoraBranches(nn.Module):
 
 class Folded(nn.Module):
     """The last layer's B·M, on the device: its residual is added where the layer's own output is."""
+
+    b: torch.Tensor
 
     def __init__(self, projection: PrivateLoraLayer, adapter_name: str) -> None:
         super().__init__()
@@ -137,7 +141,7 @@ class DevicePart(nn.Module):
         self.positions = positions
         self.first = first
         self.last = last
-        self.matrices = nn.ModuleList(nn.ModuleList(group) for group in matrices)
+        self.matrices: Any = nn.ModuleList(nn.ModuleList(group) for group in matrices)
         self.lm_head = lm_head
         self.softcap = softcap
         self.scale = scale
@@ -246,7 +250,7 @@ class DevicePart(nn.Module):
         return logits
 
 
-def _stacked(matrices: nn.ModuleList) -> torch.Tensor | None:
+def _stacked(matrices: Iterable[Any]) -> torch.Tensor | None:
     """The M of an exchange, ``(projections, 1, r_c2d, r_d2c)``; ``None`` if one is no plain matrix."""
     for m in matrices:
         if type(m) is not nn.Linear or m.bias is not None:

@@ -6,7 +6,7 @@ for there, so that two exchanges are under way at once. A :class:`Rider` asks no
 hidden state.
 """
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from peft.tuners.lora import LoraLayer
@@ -27,6 +27,7 @@ class Transport(Protocol):
 
     def receive(self, group: int) -> torch.Tensor:
         """Wait for M·(A·x)."""
+        ...
 
     def backward(self, group: int, grad_v: torch.Tensor, wanted: bool) -> torch.Tensor | None:
         """Send the gradient of what was received; where it is ``wanted``, wait for the gradient of what was sent."""
@@ -113,6 +114,7 @@ class Exchange(nn.Module):
         """The device's answer to what was sent in this pass."""
         u = self._here.sent.pop(self.group)
         transport = self._here.transport
+        assert transport is not None, "u was sent"
         if torch.is_grad_enabled():
             anchor = torch.zeros((), requires_grad=True)
             return _Received.apply(u, anchor, transport, self.group)
@@ -127,6 +129,8 @@ class LowRank(Exchange):
     a, b_0, b_1, …
         ``(projections, r_c2d, in_features)``, and for each projection ``(out_features, r_d2c)``.
     """
+
+    a: torch.Tensor
 
     def __init__(self, group: int, projections: list[PrivateLoraLayer], adapter_name: str, here: Here) -> None:
         super().__init__(group, [projection.base_layer for projection in projections], here)
@@ -148,7 +152,7 @@ class FullActivations(Exchange):
 
     def __init__(self, group: int, projections: list[LoraLayer], here: Here) -> None:
         super().__init__(group, [projection.base_layer for projection in projections], here)
-        self.widths = [projection.out_features for projection in projections]
+        self.widths: list[Any] = [projection.out_features for projection in projections]  # whole numbers
 
     def outgoing(self, x: torch.Tensor) -> torch.Tensor:
         return x[None]
@@ -201,6 +205,8 @@ class Rider(nn.Module):
     added
         The exchanges whose answers are added here: of a late adapter that of the layer before.
     """
+
+    a: torch.Tensor
 
     def __init__(self, seat: int, base_layer: nn.Module, a: torch.Tensor, here: Here) -> None:
         super().__init__()

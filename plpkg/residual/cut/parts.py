@@ -9,6 +9,9 @@ of LoRA is on the device, and activations cross at full width.
 Left out: layers whose input is not one hidden state (encoder-decoders).
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -67,7 +70,7 @@ def split(
     """
     config = _checked_config(model, first_k, last_k, fold, adapter_name)
     _require_own_adapters(model, adapter_name)
-    whole = model.get_base_model()
+    whole: Any = model.get_base_model()  # of any family
     if whole.get_output_embeddings() is None:
         raise ValueError(f"{type(whole).__name__} has no LM head")
     sections = Sections(decoder_of(whole), adapter_name)
@@ -136,13 +139,12 @@ def _checked_config(
     if isinstance(config, LadderConfig) and (first_k, last_k) != (0, 0):
         raise ValueError(f"a ladder needs every layer in the cloud, got first_k={first_k}, last_k={last_k}")
     if flag("fold", fold) and (not isinstance(config, PrivateLoraConfig) or last_k):
-        raise ValueError(
-            f"fold=True needs a PrivateLoRA adapter and last_k=0, got {config.peft_type.value}, last_k={last_k}"
-        )
+        method = str(config.peft_type).removeprefix("PeftType.")
+        raise ValueError(f"fold=True needs a PrivateLoRA adapter and last_k=0, got {method}, last_k={last_k}")
     return config
 
 
-def _require_own_adapters(model: PeftModel, adapter_name: str) -> None:
+def _require_own_adapters(model: Any, adapter_name: str) -> None:
     """Refuse weights that are not there or have an adapter in them, and adapters of other methods."""
     if any(parameter.is_meta for parameter in model.parameters()):
         raise ValueError("the model's weights are not in memory: cut it before it is offloaded")
@@ -159,7 +161,7 @@ def _require_own_adapters(model: PeftModel, adapter_name: str) -> None:
             raise ValueError(f"{adapter_name!r} is LoRA's {variant}: only plain LoRA can be cut")
 
 
-def _as_trained(module: nn.Module, adapter_name: str) -> nn.Module:
+def _as_trained(module: nn.Module, adapter_name: str) -> Any:
     """A module as an adapter has it in ``modules_to_save``."""
     if not isinstance(module, ModulesToSaveWrapper):
         return module
@@ -168,7 +170,7 @@ def _as_trained(module: nn.Module, adapter_name: str) -> nn.Module:
     return module.original_module
 
 
-def _ends(whole: nn.Module, adapter_name: str) -> dict:
+def _ends(whole: Any, adapter_name: str) -> dict:
     """The modules and numbers before and behind the layers, as a :class:`.DevicePart` takes them."""
     decoder = decoder_of(whole)
     positions = None
@@ -207,7 +209,7 @@ class _Crossings:
         self._before: dict[tuple[str, ...], Exchange] = {}  # by projections' names, of the layer before
         self.here = Here()
         self.exchanges: list[Exchange] = []
-        self.matrices: list[list[nn.Module]] = []
+        self.matrices: list[Sequence[nn.Module]] = []
         self.ranks: list[tuple[int, int]] = []
         self.riders: dict[int, Rider] = {}
         self.behind: nn.Module | None = None

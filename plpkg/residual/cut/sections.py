@@ -5,6 +5,7 @@ before, nothing else after; what the device makes of its states must be the mode
 """
 
 import copy
+from typing import Any
 
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
@@ -44,7 +45,7 @@ class Sections:
         Its final norm.
     """
 
-    def __init__(self, decoder: nn.Module, adapter_name: str) -> None:
+    def __init__(self, decoder: Any, adapter_name: str) -> None:
         self.decoder = decoder
         self.adapter_name = adapter_name
         self._layers_name = named(decoder, LAYERS)
@@ -52,11 +53,11 @@ class Sections:
         self.count = len(self.layers(decoder))
         self.norm: nn.Module = getattr(decoder, self._norm_name)
 
-    def layers(self, section: nn.Module) -> nn.ModuleList:
+    def layers(self, section: nn.Module) -> Any:
         """A section's layers."""
         return getattr(section, self._layers_name)
 
-    def section(self, start: int, stop: int, *, norm: bool) -> nn.Module | None:
+    def section(self, start: int, stop: int, *, norm: bool) -> Any:
         """The layers from ``start`` to ``stop``, with ``norm`` the final norm as well; ``None`` if there are none."""
         if start >= stop:
             return None
@@ -69,7 +70,7 @@ class Sections:
                 module._disable_adapters = False
         return part
 
-    def _copied(self, layers: range, *, norm: bool) -> nn.Module:
+    def _copied(self, layers: range, *, norm: bool) -> Any:
         """A decoder of the same class with some of the layers, without embedding, sharing the tensors."""
         decoder = self.decoder
         # The same tensors in new modules: their numbers within the KV cache change.
@@ -116,7 +117,7 @@ class Sections:
         if not torch.equal(final, 3 * hidden):
             raise ValueError(f"{kind} is more than its layers and a norm: it cannot be cut here")
 
-    def last_layer_adds(self, projection: nn.Module, layer: nn.Module) -> bool:
+    def last_layer_adds(self, projection: Any, layer: nn.Module) -> bool:
         """Whether the last layer adds what its projection gives to its output as it is.
 
         Then both have the same gradient. ``layer`` is the last one of a section, with ``projection`` in it; a copy of
@@ -146,7 +147,7 @@ class Sections:
         return gradient is not None and torch.equal(gradient.flatten(), hidden.flatten())
 
 
-def _config_of(decoder: nn.Module, layers: range):
+def _config_of(decoder: Any, layers: range):
     """The configuration of a decoder that has only these layers."""
     config = copy.deepcopy(decoder.config)
     config.num_hidden_layers = len(layers)
@@ -176,7 +177,7 @@ class _Nothing(nn.Module):
         return torch.zeros(())  # without dimensions, so that it changes no type, and fits on any device
 
 
-def require_own_logits(whole: nn.Module, device: DevicePart) -> None:
+def require_own_logits(whole: Any, device: DevicePart) -> None:
     """Refuse a model that makes other logits of its decoder's states than the device will."""
     weight = device.lm_head.weight
     head = whole.get_output_embeddings()

@@ -1,8 +1,9 @@
 """A conversation with a model whose decoder layers a cloud has, line by line."""
 
+import io
 import sys
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from grpc import StatusCode
@@ -44,7 +45,8 @@ def answer_lines(
     chosen(draft, tokenizer)
     stops(stop_strings, tokenizer)
     client.connect()
-    options = sampling | dict(draft=draft, draft_tokens=draft_tokens, stop_strings=stop_strings, tokenizer=tokenizer)
+    guessing = dict(draft=draft, draft_tokens=draft_tokens)
+    options: dict[str, Any] = sampling | guessing | dict(stop_strings=stop_strings, tokenizer=tokenizer)
     conversation = []
     for line in lines:
         if not line.strip():
@@ -90,13 +92,13 @@ def beginning(tokenizer, text: str) -> torch.Tensor:
 
 def lines_of(stream: TextIO | None = None) -> Iterator[str]:
     """The lines of a stream, standard input by default, asked for if it is a terminal."""
-    stream = sys.stdin if stream is None else stream
-    if hasattr(stream, "reconfigure"):
-        stream.reconfigure(errors="replace")  # a byte that is no character ends nothing
+    source = sys.stdin if stream is None else stream
+    if isinstance(source, io.TextIOWrapper):
+        source.reconfigure(errors="replace")  # a byte that is no character ends nothing
     while True:
-        if stream.isatty():
+        if source.isatty():
             print("> ", end="", flush=True)
-        line = stream.readline()
+        line = source.readline()
         if not line:
             return
         yield line.rstrip("\n")

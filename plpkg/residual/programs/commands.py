@@ -9,7 +9,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Argument, Option
@@ -72,10 +72,10 @@ def cloud(
         from plpkg.residual import CloudServer, Limits, release
         from plpkg.residual.programs.loading import adapted_model
 
-    new = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
+    new: dict[str, Any] = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     adapted, _ = adapted_model(model, adapter, dtype, device, **new)
     limits = Limits(sessions=sessions, tokens=tokens)
-    cut = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
+    cut: dict[str, Any] = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
     server = CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **cut)
     release(adapted, server.part)
     with server:
@@ -188,8 +188,8 @@ def chat(
     from plpkg.validation import one_of
 
     one_of("draft", draft, ("none", *drafts.NAMES))
-    sampling = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
-    guessing = dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
+    sampling: dict[str, Any] = dict(do_sample=temperature != 0, temperature=temperature, top_p=top_p)
+    guessing: dict[str, Any] = dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
     with context.obj() as (client, _, tokenizer):
         answer_lines(client, tokenizer, lines_of(), max_new_tokens, stop_strings=stop or None, **guessing, **sampling)
 
@@ -215,8 +215,10 @@ def train(
     documents = training.texts(text)
     held_out = training.texts(text, "validation")
     with context.obj() as (client, model, tokenizer):
-        options = dict(held_out=held_out, steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr)
-        trained = training.train(client, model, tokenizer, documents, out, **options)
+        trained = training.train(
+            client, model, tokenizer, documents, out,
+            held_out=held_out, steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr,
+        )  # fmt: skip
         typer.echo(repr(trained))
 
 
@@ -248,7 +250,7 @@ def demo(
         from plpkg.residual.programs import demo
         from plpkg.residual.programs.curious import CuriousCloud
 
-    documents = None
+    documents = []
     if own is not None:
         documents = demo.notes(own)  # before a model is loaded
         console.print(demo.ABILITY)
@@ -257,18 +259,19 @@ def demo(
     if model in demo.DIARY_ADAPTERS:
         diary = catalog.data_path(demo.DIARY_ADAPTERS[model])
     with CuriousCloud(model, diary) as cloud:  # it loads while this process does
-        kept = diary if own is None else demo.kept_in(own, model, documents)
+        folder = None if own is None else demo.kept_in(own, model, documents)
+        kept = folder or diary
         learnt = kept is not None and (kept / "adapter_config.json").exists()
         saved = kept if learnt else None
         new = {} if learnt else dict(like=diary)
         with client_of(cloud.facts["address"], model, saved, new, dict(link=link)) as opened:
             client, adapted, tokenizer = opened
             examples = demo.asked_of_diary()
-            if own is not None:
+            if folder is not None:
                 examples = demo.beginnings(documents)
                 if not learnt:
-                    demo.learn(console, client, adapted, tokenizer, documents, kept)
-                console.print(f"What was learnt is in {kept}", highlight=False, markup=False, soft_wrap=True)
+                    demo.learn(console, client, adapted, tokenizer, documents, folder)
+                console.print(f"What was learnt is in {folder}", highlight=False, markup=False, soft_wrap=True)
             lines = examples if once else given(examples, console)
             turns = (demo.Turn(line, is_beginning=own is not None) for line in lines)
             demo.run(console, client, tokenizer, cloud, turns, personal=kept is not None)

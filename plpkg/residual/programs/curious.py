@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 PASSES = 64
 """Through the layers, the last of which are kept: an answer has fewer, a training any number."""
@@ -38,8 +39,14 @@ class CuriousCloud:
 
     def __init__(self, model: str, like: Path | None = None) -> None:
         command = [sys.executable, "-m", __name__, json.dumps([model, like and str(like)])]
-        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-        self._process = subprocess.Popen(command, start_new_session=True, **pipes)  # Ctrl+C is not meant for it
+        self._process: Any = subprocess.Popen(  # whose pipes are typed as perhaps None
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            bufsize=1,
+            start_new_session=True,  # Ctrl+C is not meant for it
+        )
         self._end = weakref.finalize(self, end_process, self._process)
 
     def __enter__(self) -> "CuriousCloud":
@@ -72,7 +79,7 @@ def end_process(process: subprocess.Popen) -> None:
     """Kill a process, and close its pipes."""
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
+    for pipe in filter(None, (process.stdin, process.stdout)):
         with contextlib.suppress(OSError):  # what the process did not read
             pipe.close()
 
@@ -99,7 +106,7 @@ def serve(name: str, like: str | None) -> None:
     from plpkg.residual.programs.loading import adapted_model
 
     try:
-        model, tokenizer = adapted_model(name, None, "fp32", "cpu", like=like and Path(like))
+        model, tokenizer = adapted_model(name, None, "fp32", "cpu", like=Path(like) if like else None)
         server = CloudServer(model)
     except (ValueError, OSError) as error:
         print(json.dumps({"error": str(error)}), flush=True)

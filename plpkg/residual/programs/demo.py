@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich import box
@@ -45,7 +46,7 @@ KEPT = ".plpkg-demo"
 """In the folder of notes: hidden, and so no note itself."""
 LEAST_CHARACTERS = 200
 """Of notes that are learnt, white space between words counted as one character: fewer give no batch of windows."""
-LEARNING = dict(batch=4, lr=1e-2, warmup=5)
+LEARNING: dict[str, Any] = dict(batch=4, lr=1e-2, warmup=5)
 FEWEST_STEPS, MOST_STEPS, PASSES = 40, 120, 15
 """Notes are read 15 times, in at least 40 steps, however short, and at most 120: a step takes SmolLM2 some four seconds
 of two cores."""
@@ -145,7 +146,7 @@ def _adding(client: DeviceClient, tokenizer, turn: Turn, label: str) -> Callable
     began = time.perf_counter()
 
     def on_token(token: torch.Tensor) -> None:
-        written.append(token.item())
+        written.append(int(token))
         turn.traffic = client.traffic - before
         turn.seconds = time.perf_counter() - began
         turn.answers[label] = tokenizer.decode(written, skip_special_tokens=True)
@@ -209,8 +210,9 @@ def beginnings(documents: list[Document]) -> list[str]:
 def placed(rows: Iterable[Place]) -> Table:
     """The table of what is where."""
     table = Table(title="What is where, MiB", title_justify="left", box=box.SIMPLE_HEAD)
-    for name, justify in (("", "left"), ("device", "right"), ("cloud", "right")):
-        table.add_column(name, justify=justify)
+    table.add_column()
+    table.add_column("device", justify="right")
+    table.add_column("cloud", justify="right")
     for row in rows:
         sizes = (f"{size / 2**20:.2f}" if size else "" for size in (row.device_bytes, row.cloud_bytes))
         table.add_row(row.name, *sizes)

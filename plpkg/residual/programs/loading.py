@@ -6,7 +6,7 @@ from peft import PeftModel, get_peft_model
 from transformers import PreTrainedTokenizerBase
 
 from plpkg.backbones import load_backbone
-from plpkg.residual.config import ProjectionConfig
+from plpkg.residual.config import PRIVATE_LORA
 from plpkg.residual.methods import LadderConfig, PrivateLoraConfig, load, saved_config
 from plpkg.residual.wire.tensors import PRECISIONS
 from plpkg.validation import one_of, whole_number
@@ -68,7 +68,7 @@ def adapted_model(
         raise ValueError(f"{adapter} does not fit {name}: {error}") from error
 
 
-def _public_config(like: Path, adapter: Path | None, ladder: bool, asked: dict) -> ProjectionConfig:
+def _public_config(like: Path, adapter: Path | None, ladder: bool, asked: dict) -> PrivateLoraConfig | LadderConfig:
     """The configuration of a new adapter with the A and B of one that was saved."""
     if adapter is not None:
         raise ValueError(f"--like {like} and --adapter {adapter}: take one of them")
@@ -82,12 +82,12 @@ def _public_config(like: Path, adapter: Path | None, ladder: bool, asked: dict) 
     return config
 
 
-def _config(adapter: Path, ladder: bool, asked: dict) -> ProjectionConfig:
+def _config(adapter: Path, ladder: bool, asked: dict) -> PrivateLoraConfig | LadderConfig:
     """The configuration in a folder: of a ladder if one was asked for, and no other than was asked."""
     config = saved_config(adapter)
     if ladder and not isinstance(config, LadderConfig):
         raise ValueError(
-            f"{adapter} holds a {config.peft_type.value} adapter, but a ladder was asked for: leave --ladder out"
+            f"{adapter} holds a {PRIVATE_LORA.value} adapter, but a ladder was asked for: leave --ladder out"
         )
     ranks = sorted({config.r} if isinstance(config, LadderConfig) else {config.r_c2d, config.r_d2c})
     says = {

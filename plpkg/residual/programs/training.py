@@ -14,6 +14,7 @@ import types
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -255,7 +256,7 @@ def train(
         for _, loss in run.learn(gradient, [optimizer], lambda step: lr * rising(step, warmup), remedy=f": {REMEDY}"):
             run.log.append(loss)
             run.bar.set_postfix(loss=f"{loss:.3f}")
-        saving = dict(selected_adapters=[client.adapter_name], save_embedding_layers=False)
+        saving: dict[str, Any] = dict(selected_adapters=[client.adapter_name], save_embedding_layers=False)
         checkpoints.replace_files(out, lambda folder: model.save_pretrained(folder, **saving), private=True)
         if "before" in run.facts:
             after = bits().bits_per_byte

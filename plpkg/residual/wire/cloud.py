@@ -159,12 +159,17 @@ class CloudServer:
 
     def _connect(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """One stream: a thread of its own serves it, and this one sends what that has to say."""
-        shown = dict(context.invocation_metadata()).get("authorization", "")
+        shown = str(dict(context.invocation_metadata()).get("authorization", ""))
         if self._token is not None and not hmac.compare_digest(shown.encode(), f"Bearer {self._token}".encode()):
             context.abort(StatusCode.UNAUTHENTICATED, "no token, or a wrong one")
         messages = Messages(FromCloud, FromDevice, "the device", self.traffic)
         over = threading.Event()
-        context.add_callback(lambda: (over.set(), messages.end()))  # nobody reads any more
+
+        def gone() -> None:  # nobody reads any more
+            over.set()
+            messages.end()
+
+        context.add_callback(gone)
         stream = Stream(self._sessions, messages, end=context.cancel)
         thread = threading.Thread(target=self._serve, args=(stream, over), daemon=True, name="plpkg-session")
         self._streams[stream] = thread

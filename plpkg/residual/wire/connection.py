@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from grpc import StatusCode
@@ -118,7 +118,7 @@ class Wire:
         self.timeout_s = timeout_s
         self.retry_s = retry_s
         self._credentials = None if ca is None else certificates.for_device(ca)
-        self._metadata = [("authorization", f"Bearer {token}")] if token else []
+        self._metadata = (("authorization", f"Bearer {token}"),) if token else ()
         self.lanes = None if link is None else lanes(link)
         self.traffic = Counter()
         self.stream = 0
@@ -129,8 +129,8 @@ class Wire:
         self._silent_since: float | None = None  # these three by time.monotonic()
         self._say_at = 0.0
         self._give_up: float | None = None
-        self._call: grpc.Call | None = None
-        self._messages: Messages | None = None
+        self._call: Any = None  # of the open stream: a grpc.Call, and an iterator of what comes
+        self._messages: Messages  # of the stream that was opened last
         self._longest = SHORT_BYTES
         self._channel = self._new_channel()
 
@@ -232,7 +232,7 @@ class Wire:
         self.forgets = welcome.forgets
         self.stream += 1
 
-    def _connect(self, messages: Messages) -> grpc.Call:
+    def _connect(self, messages: Messages) -> Any:
         return self._channel.stream_stream(METHOD)(messages.outgoing(), metadata=self._metadata)
 
     def _hopeless(self) -> str:

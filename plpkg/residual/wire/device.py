@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import PeftModel
@@ -106,7 +107,7 @@ class DeviceClient:
         self.adapter_name = adapter_name
         self.looks = Counter()
         self._peft_model = model
-        self._model = model.get_base_model()
+        self._model: Any = model.get_base_model()  # of any family
         self._in_use = threading.Lock()
         self._training = _TRAINING.setdefault(model, threading.Lock())
         self.wire = Wire(target, self.terms, token=token, ca=ca, link=self.link, timeout_s=timeout_s, retry_s=retry_s)
@@ -211,7 +212,7 @@ class DeviceClient:
         plpkg.residual.wire.connection.RefusedError
             It does not want to: a sequence too long, say.
         """
-        choice = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
+        choice: dict[str, Any] = dict(do_sample=do_sample, temperature=temperature, top_k=top_k, top_p=top_p)
         writing.checked_warpers(max_new_tokens, **choice)  # refuses what cannot be
         whole_number("draft_tokens", draft_tokens, 0)
         if chunk_size is not None:
@@ -241,7 +242,7 @@ class DeviceClient:
                 reading.cut_back(text.ids.shape[1] - 1)  # the token that was written last is not read yet
         return text.ids
 
-    def _most_guesses(self, text: Writing, rope_limits: list[tuple[str, int]]) -> float:
+    def _most_guesses(self, text: Writing, rope_limits: list[tuple[str, int]]) -> int:
         """How many guesses one pass may carry: what the text, the cloud and the model's RoPE have room for."""
         length = text.ids.shape[1]
         before_turn = writing.guesses_before_rope_turns(rope_limits, length)

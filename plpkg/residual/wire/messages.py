@@ -264,7 +264,7 @@ class Messages:
                 return self._inbox.get(timeout=wait)
             except queue.Empty:
                 left -= wait
-            if left <= 0:
+            if left <= 0 or meanwhile is None:
                 details = f"{self._peer} said nothing for {limit_s:g} s, a {due} was due"
                 raise StatusError(StatusCode.DEADLINE_EXCEEDED, details)
             meanwhile(left)

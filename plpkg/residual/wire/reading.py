@@ -26,7 +26,7 @@ class PromptReading:
         self._anew_beyond = anew_beyond
         self._chunk_size = chunk_size
         self._stream = -1  # in which the cache was begun: the cloud keeps nothing of another one
-        self._cache: DeviceCache | None = None
+        self._cache = DeviceCache(first=None, last=None)  # nothing is read yet
 
     def next_logits(self, ids: torch.Tensor, guesses: Sequence[int] = (), *, every: bool = False) -> torch.Tensor:
         """Logits of what follows ``ids (batch, seq)`` and each guess: ``(batch, guesses + 1, vocab)``.
@@ -66,7 +66,7 @@ class PromptReading:
 
     def _has_to_begin_anew(self, length: int) -> bool:
         """Whether a text of this length turns the RoPE of what has been read."""
-        if self._anew_beyond is None or self._cache is None:
+        if self._anew_beyond is None:
             return False
         return self._cache.seen <= self._anew_beyond < length
 

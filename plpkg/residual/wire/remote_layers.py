@@ -70,7 +70,7 @@ class RemoteLayers:
         states = unpack(final.hidden, (batch, positions, self.width), self.dtype)
         return states.to(self.part.lm_head.weight)  # its type and place
 
-    def unpacked(self, exchange: Part, due: set[int], batch_and_seq: tuple[int, int], rank: int) -> torch.Tensor:
+    def unpacked(self, exchange: Part, due: set[int], batch_and_seq: tuple[int, ...], rank: int) -> torch.Tensor:
         """The tensor ``(projections, batch, seq, rank)`` of an exchange, which must be ``due`` and is taken off it.
 
         Each comes once, in the order of the cloud's layers.

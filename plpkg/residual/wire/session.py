@@ -172,7 +172,7 @@ class Stream:
                 return
             data = self.messages.receive("grad_hidden", limit_s=self.limits.answer_s)
             final.backward(unpack(data, tuple(final.shape), self.dtype).to(final))
-        if step.input_gradient:
+        if hidden.grad is not None:  # step.input_gradient
             self.messages.send(grad_hidden=pack(hidden.grad, self.dtype))
 
     def send(self, group: int, u: torch.Tensor) -> None:

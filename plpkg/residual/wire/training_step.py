@@ -85,7 +85,7 @@ class Learner:
         return values, gradients
 
     def _back_through_every_m(
-        self, batch_and_seq: tuple[int, int], gradients: list[Gradients], scales: list[float]
+        self, batch_and_seq: tuple[int, ...], gradients: list[Gradients], scales: list[float]
     ) -> None:
         """Answer each exchange of the way back, and add each chunk's gradients of M to ``gradients``."""
         device = self._layers.part

@@ -1,7 +1,7 @@
 """A text that is being written: how its next token is chosen, which of some guesses are, and what ends it."""
 
-import math
 import operator
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
@@ -121,7 +121,7 @@ class Writing:
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
         """The next tokens ``(batch,)`` by logits ``(batch, vocab)``."""
-        scores = self._warp(self.ids, logits)
+        scores = self._warp(self.ids, logits)  # pyright: ignore[reportArgumentType]
         if self._sampled:
             return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
         return scores.argmax(-1)
@@ -195,12 +195,12 @@ def reads_anew_beyond(model: PreTrainedModel) -> int | None:
     return None
 
 
-def guesses_before_rope_turns(changes: list[tuple[str, int]], length: int) -> float:
+def guesses_before_rope_turns(changes: list[tuple[str, int]], length: int) -> int:
     """How many guesses may follow ``length`` tokens in one pass: with more, RoPE changes for the whole sequence.
 
     ``changes`` are the model's :func:`plpkg.decoding.rope_changes`.
     """
-    room = math.inf
+    room = sys.maxsize
     for kind, limit in changes:
         if kind == "dynamic":
             room = min(room, max(0, limit - 1 - length))
