@@ -8,6 +8,7 @@ What is weighed and doubted here was chosen on two hands of notes (``benchmarks/
 """
 
 import contextlib
+import io
 import json
 import re
 import sys
@@ -158,7 +159,7 @@ def with_the_one_before(question: str, before: str | None) -> str:
 
 def lines(terminal: bool) -> Iterator[str]:
     """The questions of standard input, asked for on a terminal; empty ones are passed over."""
-    if hasattr(sys.stdin, "reconfigure"):
+    if isinstance(sys.stdin, io.TextIOWrapper):
         sys.stdin.reconfigure(errors="replace")  # a byte that is no character ends nothing
     while True:
         if terminal:

@@ -8,6 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -89,14 +90,14 @@ def load_backbone(
         _require_finite(model, name)
     tokenizer = _tokenizer(name, common)
     if name_or_path in wheels.WHEELS:  # adapters trained on it will say this name, not the cache's folder
-        _name(model, tokenizer, name_or_path)
+        _name(model, tokenizer, str(name_or_path))
     return model.to(device).eval(), tokenizer
 
 
 def _configuration(name: str, common: dict, options: dict):
     """The configuration of a causal language model that has no adapter beside its weights."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig
-    from transformers.utils import find_adapter_config_file
+    from transformers.utils.peft_utils import find_adapter_config_file
 
     try:
         config = AutoConfig.from_pretrained(name, **common)
@@ -124,7 +125,7 @@ def _model(name: str, config, dtype: torch.dtype | str, options: dict):
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     try:
         with _without_progress_bar(Path(name).is_dir()):
-            model, loading = AutoModelForCausalLM.from_pretrained(
+            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
                 name, dtype=dtype, output_loading_info=True, use_safetensors=True, **options
             )
     except OSError as error:
@@ -166,7 +167,7 @@ def _tokenizer(name: str, common: dict):
         raise ValueError(f"the tokenizer of {name!r} is damaged: {reason(error)}") from error
 
 
-def _name(model: torch.nn.Module, tokenizer, name: str) -> None:
+def _name(model: Any, tokenizer: Any, name: str) -> None:
     """Have a model, its configuration and its tokenizer say by which name they were loaded."""
     model.name_or_path = name
     model.config._name_or_path = name
@@ -176,7 +177,7 @@ def _name(model: torch.nn.Module, tokenizer, name: str) -> None:
 def _folder(name: str | Path) -> Path | None:
     """The folder of a model of this package; None for another's name or path."""
     if name == "smollm2":
-        return wheels.folder(name)
+        return wheels.folder("smollm2")
     if name == "plpkg-small":
         return catalog.data_path("backbone")
     return None
@@ -325,7 +326,7 @@ def _ordered(value):
     return value
 
 
-def fingerprint(model: torch.nn.Module) -> str:
+def fingerprint(model: Any) -> str:
     """A base model's identity: its configuration, its tensors' names, shapes and values. Adapters do not count.
 
     It reads up to 1,024 values of each tensor, evenly spaced, rounded to bfloat16: the same in float32 and bfloat16,

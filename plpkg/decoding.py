@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from transformers import (
     LogitsProcessorList,
@@ -56,7 +57,7 @@ class Text:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: Sequence[int] = (), stop: Sequence[str] = ()):
-        self._tokenizer = tokenizer
+        self._tokenizer: Any = tokenizer  # its own annotations let one text become several
         self._stop = stop
         self._held = ""  # settled, but it may become a stop string
         self.length = 0

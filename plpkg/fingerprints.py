@@ -117,8 +117,6 @@ class Stamp:
                 return False
         return True
 
-    __hash__ = None
-
 
 def stamp(model: torch.nn.Module, *, adapters: bool = True, values: bool = True) -> Stamp:
     """Whether anything changed that changes the logits: the stamps of then and now are equal, or something did.

@@ -6,12 +6,12 @@ A room's front door opens the rooms behind it on first use (PEP 562), so that a 
 import ast
 import contextlib
 import gc
+import inspect
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
-from pathlib import Path
 
 
 def on_first_use(package: str) -> Callable[[str], object]:
@@ -27,11 +27,12 @@ def on_first_use(package: str) -> Callable[[str], object]:
         Its ``__name__``.
     """
     module = sys.modules[package]
-    homes = {}
-    for statement in ast.parse(Path(module.__file__).read_text(encoding="utf-8")).body:
+    homes: dict[str, str] = {}
+    for statement in ast.parse(inspect.getsource(module)).body:
         if isinstance(statement, ast.If) and ast.unparse(statement.test) == "TYPE_CHECKING":
             for imported in statement.body:
-                homes |= {alias.name: imported.module for alias in imported.names}
+                if isinstance(imported, ast.ImportFrom) and imported.module:
+                    homes |= {alias.name: imported.module for alias in imported.names}
 
     def __getattr__(name: str) -> object:  # noqa: N807 (PEP 562 names it)
         if name not in homes:

@@ -1,6 +1,7 @@
 """Token ids and labels: the forms in which callers have them, as the one that models read, ``(batch, seq)``."""
 
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 
@@ -33,19 +34,20 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
     ValueError
         They are something else.
     """
+    given: object = ids
     mask = None
     if isinstance(ids, Mapping):
         _refuse_others(ids, name)
         mask = ids.get("attention_mask")
-        ids = ids.get("input_ids")
+        given = ids.get("input_ids")
     try:
-        tensor = torch.as_tensor(ids)
+        tensor = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
         tensor = None
-    if tensor is not None and not tensor.numel() and not isinstance(ids, torch.Tensor):
+    if tensor is not None and not tensor.numel() and not isinstance(given, torch.Tensor):
         tensor = tensor.long()  # an empty list has no dtype of its own
     if not _are_ids(tensor) or tensor.numel() < least:
-        got = shown(ids) if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
+        got = shown(given) if tensor is None else f"{tuple(tensor.shape)} of {tensor.dtype}"
         raise ValueError(f"{name} must be token ids, (tokens,) or (batch, seq), got {got}")
     if mask is not None:
         mask = torch.as_tensor(mask)
@@ -58,7 +60,7 @@ def token_ids(ids: Ids, name: str = "input_ids", *, least: int = 1) -> torch.Ten
     return tensor if tensor.ndim == 2 else tensor[None]
 
 
-def _are_ids(tensor: torch.Tensor | None) -> bool:
+def _are_ids(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     """Whether it is ``(tokens,)`` or ``(batch, seq)`` of whole numbers."""
     if tensor is None or tensor.ndim not in (1, 2):
         return False
@@ -119,7 +121,7 @@ def ids_and_labels(batch, name: str = "a batch") -> tuple[torch.Tensor, torch.Te
     others = sorted(fields.keys() - {"input_ids", "labels", "attention_mask"})
     if others:
         raise ValueError(f"{name} has {shown(others[0])}: input_ids, labels and attention_mask are read")
-    ids = token_ids(fields.get("input_ids"), f"input_ids of {name}")
+    ids = token_ids(fields.get("input_ids"), f"input_ids of {name}")  # pyright: ignore[reportArgumentType] (refuses None)
     mask = torch.as_tensor(fields.get("attention_mask", torch.ones_like(ids)), device=ids.device) != 0
     if mask.ndim != 2:
         mask = mask[None]

@@ -94,18 +94,19 @@ class MemoryTimeline(Tabular):
         self.peak_bytes = 0
         self._live: dict[int, tuple[int, str]] = {}  # storage → (bytes, category)
         self._total = 0
-        self._by_category = dict.fromkeys(CATEGORIES, 0)
+        self._by_category: dict[str, int] = dict.fromkeys(CATEGORIES, 0)
         self._history: list[tuple[str, tuple[int, ...]]] = []
         self._open: list[list] = []  # [name, start, peak] of the phases that are running
         self._hooks: list = []
-        self._mode = None
+        self._mode = _Watch(self)
+        self._entered = False
         self._label_saved = label_saved
         self._closed = False
 
     def __enter__(self) -> "MemoryTimeline":
-        if self._mode is not None:
+        if self._entered:
             raise RuntimeError("this MemoryTimeline has been used; make a new one")
-        self._mode = _Watch(self)
+        self._entered = True
         hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, lambda tensor: tensor)
         self._saved = hooks if self._label_saved else nullcontext()
         self._saved.__enter__()
@@ -278,7 +279,8 @@ class GradientLabel:
         self._timeline = timeline
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        self._timeline.label([parameter.grad], "gradients")
+        if parameter.grad is not None:  # another hook may have taken it
+            self._timeline.label([parameter.grad], "gradients")
 
 
 class _Watch(TorchDispatchMode):

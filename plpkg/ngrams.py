@@ -50,11 +50,11 @@ class Counts:
 
     def add(self, ids: torch.Tensor) -> None:
         """Count one more document, ``(tokens,)`` int64."""
-        ids = _tuple(ids)
+        tokens = _tuple(ids)
         for n in self.orders:
-            for i in range(max(1, n - 1), len(ids)):  # nothing predicts a document's first token
-                followers = self._followers.setdefault(ids[i - n + 1 : i], {})
-                followers[ids[i]] = followers.get(ids[i], 0) + 1
+            for i in range(max(1, n - 1), len(tokens)):  # nothing predicts a document's first token
+                followers = self._followers.setdefault(tokens[i - n + 1 : i], {})
+                followers[tokens[i]] = followers.get(tokens[i], 0) + 1
 
     def __len__(self) -> int:
         """How many different n-grams there are, of all orders together; each takes some 200 bytes."""
@@ -69,16 +69,16 @@ class Counts:
         ``base`` ``(tokens - 1,)`` is the model's, natural, and ``weight`` positive, or ValueError says so. Returns
         ``(tokens - 1,)``, float64, on the CPU; NaN stays NaN.
         """
-        ids = _tuple(ids)
+        tokens = _tuple(ids)
         mixed = base.to("cpu", torch.float64)  # the model's; each order mixes its counts in
         weight = number("weight", weight, open_low=True)
-        if mixed.shape != (max(0, len(ids) - 1),):
-            raise ValueError(f"base must have one number less than the {len(ids)} tokens, got {tuple(base.shape)}")
+        if mixed.shape != (max(0, len(tokens) - 1),):
+            raise ValueError(f"base must have one number less than the {len(tokens)} tokens, got {tuple(base.shape)}")
         for n in self.orders:
             rows = []  # of each token but the first c(h, w), c(h) and a, as the module's formula has them
-            for i in range(1, len(ids)):
-                followers = self._seen(ids, i, n)
-                rows.append((followers.get(ids[i], 0), *_sums(followers, weight)))
+            for i in range(1, len(tokens)):
+                followers = self._seen(tokens, i, n)
+                rows.append((followers.get(tokens[i], 0), *_sums(followers, weight)))
             hits, total, a = torch.tensor(rows, dtype=torch.float64).view(-1, 3).T  # (tokens - 1,) each
             # In logarithms: a probability may be too small for a float.
             mixed = torch.logaddexp(hits.log(), mixed + a.log()) - (total + a).log()
@@ -86,13 +86,13 @@ class Counts:
 
     def mix(self, context: torch.Tensor, base: torch.Tensor, weight: float) -> torch.Tensor:
         """The log-probability of every token after ``context`` ``(tokens,)``: ``(vocab,)``, as :meth:`log_probs`."""
-        context = _tuple(context)
+        ids = _tuple(context)
         mixed = base.to("cpu", torch.float64)
         weight = number("weight", weight, open_low=True)
         if mixed.ndim != 1:
             raise ValueError(f"base must be (vocab,), got {tuple(base.shape)}")
         for n in self.orders:
-            followers = self._seen(context, len(context), n)
+            followers = self._seen(ids, len(ids), n)
             if not followers:  # a context never seen leaves it as it is
                 continue
             tokens = list(followers)
@@ -113,7 +113,7 @@ class Counts:
         for n in reversed(self.orders):
             followers = self._seen(ids, len(ids), n)
             if followers:
-                return n - 1, max(followers, key=followers.get)
+                return n - 1, max(followers, key=followers.__getitem__)
         return 0, -1
 
     def score(self, documents: Sequence[Tokens], base: Sequence[torch.Tensor], weight: float) -> Score:

@@ -252,6 +252,6 @@ def read_folder(folder: str | Path) -> tuple[list[Passage], dict[Path, str]]:
                 try:
                     found += of_file(root, file)
                 except (ValueError, OSError) as error:
-                    reason = error.strerror if isinstance(error, OSError) else str(error)
+                    reason = getattr(error, "strerror", None) or str(error)
                     skipped[file] = reason.removeprefix(named(path)).strip()
     return found, skipped

@@ -69,10 +69,11 @@ def table(name: str, rows: Mapping[str, Mapping], columns: Mapping[str, str], **
     shown = {}
     for title, values in rows.items():
         found = measured
-        for column, value in (same | values).items():
+        wanted = {**same, **values}
+        for column, value in wanted.items():
             found = found[found[column] == value]
         if len(found) != 1:
-            raise ValueError(f"{len(found)} rows of {name} have {same | values}; a table's row is one")
+            raise ValueError(f"{len(found)} rows of {name} have {wanted}; a table's row is one")
         row = found.iloc[0]
         cells = []
         for new, column in columns.items():

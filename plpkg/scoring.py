@@ -80,6 +80,7 @@ class Reading(Protocol):
 
     def score(self, model, ids: torch.Tensor) -> torch.Tensor:
         """The log-probability ``(prompts, n)`` of each token of ``ids`` ``(1, n)``, in nats, after each prompt."""
+        ...
 
 
 LOGITS = 2**28
@@ -216,13 +217,13 @@ def _predictions(
     try:
         for i in range(0, len(windows), batch):
             ids, scored, places = zip(*windows[i : i + batch], strict=True)
-            ids = pad_sequence(ids, batch_first=True)  # (batch, seq + 1)
+            ids = pad_sequence(list(ids), batch_first=True)  # (batch, seq + 1)
             if ids.min() < 0 or ids.max() >= vocab:
                 raise ValueError(
                     f"a text has the tokens {ids.min()} to {ids.max()}, and the model's vocabulary {vocab}"
                 )
             ids = ids.to(model.device)
-            scored = pad_sequence(scored, batch_first=True).to(model.device)[:, 1:]
+            scored = pad_sequence(list(scored), batch_first=True).to(model.device)[:, 1:]
             # Padding stands on the right, where causal attention never looks; it needs no attention mask.
             logits = model(input_ids=ids[:, :-1], use_cache=False).logits[scored].float()  # (scored, vocab)
             yield logits, ids[:, 1:][scored], torch.cat(places)

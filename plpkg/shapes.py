@@ -140,7 +140,7 @@ def _windows(config) -> dict:
             raise ValueError(
                 f"layer {i} of its cache is a {type(layer).__name__}, not keys and values of its own alone"
             )
-    windows = [layer.sliding_window for layer in layers if layer.is_sliding]
+    windows = [layer.sliding_window for layer in layers if isinstance(layer, DynamicSlidingWindowLayer)]
     if len(set(windows)) > 1:
         raise ValueError(f"it has no single sliding window, but {sorted(set(windows))}")
     if not windows:
@@ -212,7 +212,7 @@ def _on_meta(config, kind):
         return kind.from_config(config)
 
 
-def reason(error: Exception, config=None) -> str:
+def reason(error: BaseException, config=None) -> str:
     """An exception of transformers as a clause; of a value that it does not know, with the field that has it."""
     if isinstance(error, KeyError) and error.args and config:
         for name, value in _fields(vars(config)):

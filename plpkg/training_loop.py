@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -55,7 +56,7 @@ def endless(what: str, batches: Iterable) -> Iterator:
             raise ValueError(f"{what} have ended; give a list, which can be begun anew")
 
 
-def forget_images(model: torch.nn.Module) -> list[tuple[torch.nn.Module, torch.Tensor | None]]:
+def forget_images(model: Any) -> list[tuple[Any, torch.Tensor | None]]:
     """Clear the position offsets that vision-language models keep from the images of an earlier prompt.
 
     Returns the modules that have one, each with its offset.
@@ -231,17 +232,18 @@ class TrainingRun:
     ) -> None:
         self._path = None if folder is None else folder / CHECKPOINT
         self._steps = steps
-        self._identity = identity
+        self._identity = identity or {}
         self._every = checkpoint_every
         self._writes = writes
-        self._state = checkpoints.load(self._path, identity) if self._path else None
-        if self._state is None:
-            self._state = {"step": 0, "log": [], "facts": {}, "seconds": 0.0, "parts": {}}
-        self.done = self._state["step"]
+        state = checkpoints.load(self._path, self._identity) if self._path else None
+        if state is None:
+            state = {"step": 0, "log": [], "facts": {}, "seconds": 0.0, "parts": {}}
+        self._state = state
+        self.done = state["step"]
         self.saved = self.done
         self.settled = True
-        self.log = self._state["log"]
-        self.facts = self._state["facts"]
+        self.log = state["log"]
+        self.facts = state["facts"]
 
     def begin(self, title: str, progress: bool, **parts) -> None:
         """Load the parts if there is a checkpoint, and show a bar.
@@ -280,11 +282,13 @@ class TrainingRun:
             self.done = done
             self.settled = True
             due = done % self._every == 0 or done == self._steps
-            if due and self._writes and self._path:
+            if due and self._writes:
                 self.save()
 
     def save(self) -> None:
-        """Write the checkpoint."""
+        """Write the checkpoint, if there is a folder for it."""
+        if self._path is None:
+            return
         state = {
             "identity": self._identity,
             "step": self.done,

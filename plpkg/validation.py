@@ -7,7 +7,7 @@ import math
 import reprlib
 from collections.abc import Callable
 from functools import wraps
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -20,7 +20,7 @@ def shown(value: object) -> str:
     return " ".join(_brief.repr(value)[:300].split())
 
 
-def whole_number(name: str, value: object, low: int, high: int | None = None, limit: str = "") -> int:
+def whole_number(name: str, value: Any, low: int, high: int | None = None, limit: str = "") -> int:
     """Return ``value`` if it is a whole number from ``low`` to ``high``.
 
     Parameters
@@ -58,7 +58,7 @@ def _is_flag(value: object) -> bool:
     return isinstance(value, bool) or str(getattr(value, "dtype", "")).endswith("bool")
 
 
-def number(name: str, value: object, low: float = 0.0, high: float = math.inf, *, open_low: bool = False) -> float:
+def number(name: str, value: Any, low: float = 0.0, high: float = math.inf, *, open_low: bool = False) -> float:
     """Return ``value`` as a float if it is a finite number from ``low`` to ``high``.
 
     ``open_low`` excludes ``low`` itself: a bandwidth may be tiny, never zero.
@@ -156,7 +156,7 @@ def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Call
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}: {hint}")
             return function(*args, **given)
 
-        checked.__signature__ = signature.replace(parameters=list(known.values()))
+        checked.__signature__ = signature.replace(parameters=list(known.values()))  # pyright: ignore[reportAttributeAccessIssue]
         return checked
 
     return decorate

@@ -196,3 +196,13 @@ def test_bad_input_is_named():
         pass
     with pytest.raises(RuntimeError, match="has been used"), timeline:
         pass
+
+
+def test_a_gradient_that_a_hook_has_taken_is_not_labelled():
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.register_post_accumulate_grad_hook(lambda parameter: setattr(parameter, "grad", None))
+    with MemoryTimeline() as timeline:
+        timeline.track(torch.nn.ParameterList([weight]))
+        with timeline.phase("backward"):
+            weight.sum().backward()
+    assert timeline.to_frame()["gradients"].max() == 0.0

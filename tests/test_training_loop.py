@@ -78,6 +78,13 @@ def test_one_process_of_several_writes_and_without_a_folder_nobody_does(tmp_path
         assert list(tmp_path.iterdir()) == []
 
 
+def test_a_run_without_an_identity_goes_on(tmp_path):
+    for done in ([1, 2], []):
+        run = TrainingRun(2, tmp_path)
+        run.begin("", False)
+        assert [step for step, _ in run.learn(lambda step: 0.0, [], float)] == done
+
+
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_updates_nothing(loss):
     weight = torch.nn.Parameter(torch.zeros(()))

@@ -205,7 +205,7 @@ def _marked(weights: bytes, backbone: str | None) -> bytes:
     return len(header).to_bytes(8, "little") + header + weights[end:]
 
 
-def from_bytes(config: bytes, weights: bytes, base: Base, limits: AdapterLimits) -> Adapter:
+def from_bytes(config: bytes, weights: bytes | bytearray, base: Base, limits: AdapterLimits) -> Adapter:
     """The adapter of both files' bytes."""
     if not isinstance(weights, bytearray):
         weights = bytearray(weights)  # its tensors are views, which torch wants to be writable

@@ -1,6 +1,7 @@
 """A model as the base of an adapter: its linear modules, and the fingerprint of its weights."""
 
 import functools
+from typing import Any
 
 import torch
 
@@ -9,12 +10,12 @@ from plpkg.backbones import fingerprint
 from plpkg.files.untrusted import shown
 
 
-def targets(model: torch.nn.Module) -> dict[str, tuple[int, int]]:
+def targets(model: Any) -> dict[str, tuple[int, int]]:
     """The modules that can be adapted: ``(in, out)`` of the linear ones in the model's body, by path; not the head."""
     return {path: (each.num_in, each.num_out) for path, each in base_of(model).modules.items()}
 
 
-def base_fingerprint(model: torch.nn.Module) -> str | None:
+def base_fingerprint(model: Any) -> str | None:
     """A language model's fingerprint; None in float16 or quantised, where it would be another's."""
     is_language_model = hasattr(getattr(model, "config", None), "to_dict")
     if not is_language_model or getattr(model, "is_quantized", False) or model.dtype == torch.float16:
@@ -22,7 +23,7 @@ def base_fingerprint(model: torch.nn.Module) -> str | None:
     return fingerprint(model)
 
 
-def base_of(model: torch.nn.Module) -> Base:
+def base_of(model: Any) -> Base:
     """The base that a model is; ValueError if it is no language model, or has an adapter."""
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
@@ -39,7 +40,7 @@ def base_of(model: torch.nn.Module) -> Base:
     return Base(_linear_modules(model), [*named], config.model_type, config._name_or_path, calculate)
 
 
-def _linear_modules(model: torch.nn.Module) -> dict[str, Module]:
+def _linear_modules(model: Any) -> dict[str, Module]:
     """The linear modules of a model's body, by path: neither its head, nor the routers of its experts."""
     from transformers.pytorch_utils import Conv1D
 

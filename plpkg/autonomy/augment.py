@@ -147,7 +147,7 @@ def augment_images(
         scaled = back * (size - crop)  # (images, 2, 2)
         offset = back @ (window - moved).unsqueeze(2) * 2  # (images, 2, 1)
         theta = torch.cat([scaled, offset], 2) / size[:, None]
-        grid = affine_grid(theta.to(images), images.shape, align_corners=False)  # (images, height, width, 2)
+        grid = affine_grid(theta.to(images), list(images.shape), align_corners=False)  # (images, height, width, 2)
         result = grid_sample(images, grid, padding_mode="border", align_corners=False)
     if number("noise", noise):
         result += noise * torch.randn(images.shape, generator=generator).to(images)

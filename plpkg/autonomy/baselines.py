@@ -82,7 +82,7 @@ def fed_avg(
     if not total:
         raise ValueError(f"nobody of {len(people)} people has a label that counts")
     shares = {name: count / total for name, count in labels.items()}
-    state = None  # the last mean; before the first round the public model's
+    state: dict[str, torch.Tensor] | None = None  # the last mean; before the first round the public model's
     copied, _ = personal_copy(model, "all")
     models = [copied]
     for k in range(rounds):
@@ -91,7 +91,9 @@ def fed_avg(
         for name, person in people.items():
             states[name] = transfer(model, person.train, None, "all", start=state, **of_round, **settings).state
         parameters = next(iter(states.values()))
-        state = {key: sum(shares[name] * states[name][key] for name in people) for key in parameters}
+        state = {}
+        for key in parameters:
+            state[key] = sum((shares[name] * states[name][key] for name in people), torch.zeros(()))
         averaged, _ = personal_copy(model, "all", state=state)
         models.append(averaged)
     validation = [person.validation for person in people.values() if person.validation]
@@ -132,14 +134,16 @@ def counts(model: nn.Module, people: People) -> Models:
 
     ValueError: somebody without validation data.
     """
+    validations: dict[str, Examples] = {}
     for name, person in people.items():
         if person.validation is None:
             raise ValueError(f"{name!r} has no validation data, which decide the weight of counts")
+        validations[name] = person.validation
     mixed = {}
     for name, person in people.items():
         table = Counts(_sequences(person.train))
         choices = [WithCounts(model, table, weight) for weight in WEIGHTS]
-        mixed[name] = min(choices, key=lambda choice: evaluate(choice, person.validation).loss)
+        mixed[name] = min(choices, key=lambda choice: evaluate(choice, validations[name]).loss)
     return mixed
 
 

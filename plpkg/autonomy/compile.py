@@ -7,7 +7,7 @@ search for fast kernels, which is a runtime's work; dynamic shapes; optimizers o
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch.export import ExportedProgram, experimental, export
@@ -77,7 +77,8 @@ class ThreeGraphs(Tabular):
 
     def _run(self, name: str, **inputs: torch.Tensor):
         """A program's outputs; ValueError if an input has not the shape that it was compiled for."""
-        _, *examples = self.programs[name].example_inputs[0]  # the parameters, then what is given
+        # The parameters, then what is given; export keeps them.
+        _, *examples = self.programs[name].example_inputs[0]  # pyright: ignore[reportOptionalSubscript]
         for (what, given), example in zip(inputs.items(), examples, strict=True):
             if given.shape != example.shape:
                 raise ValueError(f"{what} must be {tuple(example.shape)} as compiled, got {tuple(given.shape)}")
@@ -121,7 +122,7 @@ def three_graphs(model: torch.nn.Module, loss: Callable, example: tuple[torch.Te
         return ThreeGraphs(programs, {name: p.detach().clone() for name, p in trained.items()})
 
 
-def _differentiated(loss: Callable, trained: Tensors, *example) -> Callable:
+def _differentiated(loss: Callable, trained: Mapping[str, torch.Tensor], *example) -> Callable:
     """A loss with its gradients by its first argument; what torch calls unstable is here, and is checked."""
     value = loss(trained, *example)
     if value.dim() or not value.requires_grad:

@@ -8,7 +8,14 @@ from plpkg.show.exercise import Verdict, check_function
 BODY, HEAD, WORDS = 4 * (64 * 128 + 128 * 128 + 128 * 96 + 96 * 96), 96 * 10_000, 12
 """Multiply-adds of the word predictor: of its body a word, of its head, and how many words a sample has."""
 
-TELLING = (*([int(digit) for digit in each] for each in ("000010010110", "111101001001", "101000100100")), 2)
+Stream = tuple[list[int], list[int], list[int], int]
+
+TELLING: Stream = (
+    [0, 0, 0, 0, 1, 0, 0, 1, 0, 1, 1, 0],
+    [1, 1, 1, 1, 0, 1, 0, 0, 1, 0, 0, 1],
+    [1, 0, 1, 0, 0, 0, 1, 0, 0, 1, 0, 0],
+    2,
+)
 """Public and personal predictions, labels and an allowance for which each likely slip shows something else."""
 
 
@@ -17,7 +24,8 @@ def guarded(function: object) -> Verdict:
     random, streams = Random(0), [TELLING]
     for _ in range(60):
         length, allowance = random.randint(1, 12), random.randint(0, 2)
-        streams.append((*([random.randint(0, 1) for _ in range(length)] for _ in range(3)), allowance))
+        public, personal, right = ([random.randint(0, 1) for _ in range(length)] for _ in range(3))
+        streams.append((public, personal, right, allowance))
     cases = [(stream, _shown(*stream)) for stream in streams]
     explanation = "the personal head's is shown while it leads and while what it may lose is not spent."
     return check_function(function, cases, explanation, _of_guarded)

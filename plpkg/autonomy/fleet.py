@@ -68,10 +68,11 @@ def fleet(
     if len(set(names)) < len(names):
         name, count = Counter(names).most_common(1)[0]
         raise ValueError(f"{count} people have the name {name!r}")
-    if "people" in (identity or {}):
+    identity = identity or {}
+    if "people" in identity:
         raise ValueError(f"identity has people={identity['people']!r}, where the hash of all names stands")
     digest = hashlib.sha256(repr(names).encode()).hexdigest()
-    identity = (identity or {}) | {"people": digest[:16]}
+    identity = identity | {"people": digest[:16]}
     done = {}
     if folder is not None:
         folder = checkpoints.private_folder(folder)
@@ -101,7 +102,9 @@ def _finished(folder: Path, identity: dict) -> dict[str, dict]:
     paths = {path.with_suffix(".safetensors") for path in folder.iterdir() if path.suffix in (".safetensors", ".pt")}
     done = {}
     for path in sorted(paths):
-        done |= checkpoints.load(path, identity)["results"]
+        saved = checkpoints.load(path, identity)
+        if saved is not None:
+            done |= saved["results"]
     return done
 
 
@@ -140,14 +143,16 @@ def _ray(
     """Each chunk's results, in the order in which Ray has them."""
     try:
         import ray
+        from ray import cloudpickle
+        from ray.exceptions import WorkerCrashedError
     except ModuleNotFoundError:
         raise ModuleNotFoundError("engine='ray' needs Ray: pip install 'plpkg[scale]'") from None
     started = not ray.is_initialized()
     if progress:
         first = next(chunks)
         chunks = itertools.chain([first], chunks)
-        sent = len(ray.cloudpickle.dumps(learn))  # as Ray sends it
-        data = len(ray.cloudpickle.dumps(first))
+        sent = len(cloudpickle.dumps(learn))  # as Ray sends it
+        data = len(cloudpickle.dumps(first))
         said = _cost(len(first), tasks, workers, sent, data)
         if started:
             said += " Ray starts first, which may take half a minute."
@@ -157,19 +162,19 @@ def _ray(
         ray.init("local", include_dashboard=False, log_to_driver=False, num_cpus=workers, object_store_memory=2**28)
     try:
         task = ray.remote(max_retries=3)(_learned)
-        learn = ray.put(learn)
+        shared = ray.put(learn)
         running = {}  # tasks, and the names of their people
         while True:
             room = 2 * workers - len(running)  # a task for each worker, and one that waits
             for people in itertools.islice(chunks, room):
-                running[task.remote(people, learn)] = ", ".join(map(repr, people))
+                running[task.remote(people, shared)] = ", ".join(map(repr, people))
             if not running:
                 return
             (ready,), _ = ray.wait(list(running))
             names = running.pop(ready)
             try:
                 yield ray.get(ready)
-            except ray.exceptions.WorkerCrashedError as error:
+            except WorkerCrashedError as error:
                 raise RuntimeError(f"the process of {names} died again and again") from error
     finally:
         if started:

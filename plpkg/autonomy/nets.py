@@ -9,6 +9,7 @@ import contextlib
 import copy
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -66,7 +67,7 @@ def _convolution(n_in: int, n_out: int, kernel: int = 3, stride: int = 1, groups
     yield nn.ReLU()
 
 
-def plain(model: nn.Module) -> nn.Module:
+def plain(model: Any) -> nn.Module:
     """The model itself, without what compiles, spreads or adapts it; adapters in its layers stay there.
 
     Raises
@@ -182,11 +183,13 @@ def untrained(model: nn.Module, seed: int = 0) -> nn.Module:
         torch.manual_seed(whole_number("seed", seed, 0, 2**64 - 1))
         model = plain(model)
         if isinstance(model, PreTrainedModel):
-            return type(model)(copy.deepcopy(model.config)).to(model.dtype).train(model.training)
+            fresh: Any = type(model)(copy.deepcopy(model.config))  # transformers' annotation of to() lacks self
+            return fresh.to(model.dtype).train(model.training)
         fresh = copy.deepcopy(model)
         for module in fresh.modules():
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+            reset = getattr(module, "reset_parameters", None)
+            if reset is not None:
+                reset()
         return fresh
 
 

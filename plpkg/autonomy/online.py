@@ -21,7 +21,7 @@ saved before it is shown, the bound holds over kills as well: what was shown is 
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -101,7 +101,7 @@ class OnlineLearner(Tabular):
         self._open: dict[int, _Open] = {}
         self._ready: list[tuple[torch.Tensor, int]] = []  # features and label of those that wait for a step
         self._next = 0  # the next prediction's id
-        self.outcomes = []
+        self.outcomes: list[dict[str, bool]] = []
         self._right = Counter()
 
     def _written(self) -> list[int]:
@@ -170,11 +170,8 @@ class OnlineLearner(Tabular):
             The body has changed since the prediction.
         """
         self._check()
-        if hasattr(ids, "tolist"):
-            ids = ids.tolist()
-        if hasattr(y, "tolist"):
-            y = y.tolist()
-        classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in y]
+        ids = _plain(ids)
+        classes = [whole_number("y", value, 0, self.head.out_features - 1, "classes - 1") for value in _plain(y)]
         if len(ids) != len(classes):
             raise ValueError(f"each id needs a label, got {len(ids)} ids and {len(classes)} labels")
         for i in ids:
@@ -290,6 +287,11 @@ class OnlineLearner(Tabular):
 
     def __repr__(self) -> str:
         return f"OnlineLearner(accuracy {self.accuracy:.4f} of {len(self.outcomes):,}, {len(self._open):,} open)"
+
+
+def _plain(numbers: Any) -> list[int]:
+    """A list as it is, a tensor or an array as a list."""
+    return numbers.tolist() if hasattr(numbers, "tolist") else numbers
 
 
 def head_gradient(head: nn.Linear, features: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -53,6 +54,7 @@ class Transfer(Tabular):
         ValueError
             Something else was trained: keep ``state``, which :class:`~plpkg.autonomy.transfer.Task` takes as ``start``.
         """
+        model: Any = self.model
         factors = {}
         for name in self.state:
             if ".lora_A." not in name:
@@ -61,11 +63,11 @@ class Transfer(Tabular):
             factors[path] = Factors(
                 down=self.state[f"{path}.lora_A.default.weight"],
                 up=self.state[f"{path}.lora_B.default.weight"],
-                scale=self.model.get_submodule(path).scaling["default"],
+                scale=model.get_submodule(path).scaling["default"],
             )
         if not factors:
             raise ValueError(f"{min(self.state)} is no LoRA adapter: keep state, which Task takes as start")
-        return Adapter.of(self.model.peft_config["default"], factors, backbone=base_fingerprint(self.model))
+        return Adapter.of(model.peft_config["default"], factors, backbone=base_fingerprint(model))
 
     def save(self, folder: str | Path) -> None:
         """Write what was trained, its owner's alone: LoRA as PEFT does (:meth:`adapter`), all else for :func:`load`.

@@ -70,10 +70,10 @@ def prune(
         the budget.
     """
     sites = _sites(model, example)
-    if (keep is None) == (budgets is None):
-        raise ValueError(f"give either keep or budgets, got keep={keep!r} and budgets={budgets!r}")
-    if keep is not None:
+    if keep is not None and budgets is None:
         return _smaller(model, sites, keep, example)
+    if keep is not None or budgets is None:
+        raise ValueError(f"give either keep or budgets, got keep={keep!r} and budgets={budgets!r}")
     budgets = [number("a budget", budget) for budget in budgets]
     step = number("step", step, high=1, open_low=True)
     decreasing = budgets == sorted(set(budgets), reverse=True)
@@ -236,7 +236,7 @@ def _norms_squared(model: nn.Module, site: _Site) -> torch.Tensor:
         weight = getattr(model.get_submodule(owner), tensor).detach().double().unflatten(dim, (times, units, -1))
         by_unit = weight.movedim(dim + 1, 0).flatten(1)  # (units, weights)
         squares.append(by_unit.square().sum(1))
-    return sum(squares)
+    return sum(squares, torch.zeros(()))
 
 
 def _change(model: nn.Module, site: _Site, stay: torch.Tensor, mask: bool = False) -> None:

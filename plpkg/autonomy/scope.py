@@ -98,6 +98,7 @@ def _own(personal: nn.Module, scope: str) -> dict[str, nn.Parameter]:
         if first == name:
             trained[name] = p if scope == "all" else nn.Parameter(p.detach().clone())
         setattr(personal.get_submodule(owner), attribute, trained[first].requires_grad_())
-    if head is not None and hasattr(personal, "config"):
-        personal.config.tie_word_embeddings = False
+    config = getattr(personal, "config", None)
+    if head is not None and config is not None:
+        config.tie_word_embeddings = False
     return trained

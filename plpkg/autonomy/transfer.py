@@ -107,7 +107,7 @@ class Task:
             raise ValueError("batch_norm=True keeps statistics of the examples without noise: not in a private task")
         if patience is ...:
             patience = None if private else 5
-        self._data = (_examples(train), _examples(validation))
+        self._data = (_examples(train), None if validation is None else _examples(validation))
         self.steps = whole_number("steps", steps, 1)
         self._lr = number("lr", lr, open_low=True)
         self._batch = whole_number("batch", batch, 1)
@@ -129,7 +129,7 @@ class Task:
         if self._split:
             self._split.verify(self._data[0].x[:1])
         self._check_labels()
-        self._features: list[Examples | None] = []  # what the head reads, made when it is first needed
+        self._features: tuple[Examples, Examples | None] | None = None  # what the head reads, made when first needed
         self._optimizer = torch.optim.AdamW(self.trained.values(), lr=self._lr, weight_decay=0.0)
         self._torn = False  # whether an update was interrupted
         self._order: list[torch.Tensor] = []  # the batches that are left of an epoch, the next one last
@@ -174,7 +174,7 @@ class Task:
         self.made = made
         self._best = best
         if self._private:
-            self._updates = self._private_updates(made)
+            self._updates = self._private_updates(self._private, made)
         else:
             bar = tqdm(range(made, self.steps), total=self.steps, disable=True)
             self._updates = learn(bar, self._gradient, [self._optimizer], self._rate)
@@ -193,16 +193,16 @@ class Task:
             split = HeadSplit(twin)
             # Row by row, so that no row's features depend on the others, whatever the body does.
             train = features(twin, train, batch=1)
-            self._features = [train, validation and features(self.model, validation)]
+            self._features = (train, validation and features(self.model, validation))
         loader = DataLoader(TensorDataset(train.x, train.y), batch_size=self._batch)
         return private(_Classes(twin, split), self._optimizer, loader, mean_over_labels)
 
-    def _private_updates(self, made: int) -> Iterator[tuple[int, float]]:
+    def _private_updates(self, private, made: int) -> Iterator[tuple[int, float]]:
         """As :func:`learn`: after each private step its number, and the mean loss of the samples in it."""
         for step in range(made, self.steps):
             for group in self._optimizer.param_groups:
                 group["lr"] = self._rate(step)
-            losses, count = self._private.step(self._private.sample())
+            losses, count = private.step(private.sample())
             loss = losses.mean().item() if count else 0.0
             yield step + 1, loss
 
@@ -287,10 +287,11 @@ class Task:
         return Transfer(model, state, list(self.log), self.best_step, spent, **self._made_of)
 
     @property
-    def _inputs(self) -> list[Examples | None] | tuple[Examples, Examples | None]:
+    def _inputs(self) -> tuple[Examples, Examples | None]:
         """Training and validation data; where the head alone is trained, what the body makes of them."""
         if self._split and not self._features:
-            self._features = [part and features(self.model, part) for part in self._data]
+            train, validation = self._data
+            self._features = (features(self.model, train), validation and features(self.model, validation))
         return self._features or self._data
 
     def _logits(self, batch: Examples) -> torch.Tensor:
@@ -378,9 +379,9 @@ class Task:
         self._begin(state["made"], state["best"])
 
 
-def _examples(data: Examples | Mapping | None) -> Examples | None:
+def _examples(data: Examples | Mapping) -> Examples:
     """Data as examples; a batch of texts is made into some."""
-    if data is None or isinstance(data, Examples):
+    if isinstance(data, Examples):
         return data
     return Examples.of(data)
 

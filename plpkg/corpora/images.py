@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -164,7 +164,7 @@ def digits() -> Digits:
     """
     from sklearn.datasets import load_digits
 
-    data = load_digits()
+    data: Any = load_digits()  # only with return_X_y is it a tuple
     return Digits(
         torch.from_numpy(data.images / 16).float().unsqueeze(1),  # (images, 1, 8, 8)
         torch.from_numpy(data.target.astype(np.int64)),
@@ -211,7 +211,7 @@ def _blocks(labels: np.ndarray) -> np.ndarray:
     windows = np.lib.stride_tricks.sliding_window_view(labels, 10)  # (images - 9, 10)
     runs = np.flatnonzero((windows == np.arange(10)).all(axis=1))  # where 0, 1, ..., 9 begin
     starts: list[int] = []
-    for run in runs:
+    for run in runs.tolist():
         if not starts or run - starts[-1] > GAP:
             starts.append(run)
     return np.searchsorted(starts, np.arange(len(labels)), side="right") - 1

@@ -109,7 +109,7 @@ def docstrings(path: Path) -> list[str]:
     return [text for text in found if text]
 
 
-def _definitions(node: ast.AST) -> Iterator[ast.AST]:
+def _definitions(node: ast.AST) -> Iterator[ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
     """Classes and functions in source order. Only statements hold any: expressions, most of a tree, are passed by."""
     for block in ("body", "handlers", "orelse", "finalbody", "cases"):
         for child in getattr(node, block, ()):

@@ -13,6 +13,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -127,10 +128,11 @@ def _alone_in(folder: Path) -> Iterator[None]:
     The lock is on the folder itself, so that none is left behind; it ends with the process.
     """
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError, AttributeError):  # there is no folder yet, or the system has no such locks
+        with contextlib.suppress(OSError):  # there is no folder yet, or its file system has no such locks
             number = os.open(folder, os.O_RDONLY)
             stack.callback(os.close, number)
-            fcntl.flock(number, fcntl.LOCK_EX)
+            if fcntl is not None:
+                fcntl.flock(number, fcntl.LOCK_EX)
         yield
 
 
@@ -235,7 +237,7 @@ def _digest(text: str, tensors: Mapping[str, torch.Tensor]) -> str:
     digest = hashlib.sha256(text.encode())
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -277,7 +279,7 @@ def read(path: Path, needed: Sequence[str] = ()) -> dict:
     return state
 
 
-def load(path: Path, identity: dict) -> dict | None:
+def load(path: Path, identity: Mapping[str, object]) -> dict | None:
     """The checkpoint of the run that stopped in this folder, if there is one; what it left half written is removed.
 
     Parameters
@@ -327,7 +329,7 @@ def _differences(saved: Mapping[str, object], here: Mapping[str, object]) -> lis
     return found
 
 
-def restore(parts: Mapping[str, object], states: Mapping[str, dict]) -> None:
+def restore(parts: Mapping[str, Any], states: Mapping[str, dict]) -> None:
     """Load states into modules, optimizers, and whatever has ``load_state_dict``, by their names.
 
     An optimizer's settings stay those that it has here.

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 from plpkg.validation import shown
 
@@ -101,7 +101,7 @@ def read_header(path: Path) -> tuple[bytes, int]:
         return header, size
 
 
-def header_length(start: bytes) -> int:
+def header_length(start: bytes | bytearray) -> int:
     """N, from a safetensors file's first 8 bytes."""
     length = int.from_bytes(start[:8], "little")
     if len(start) >= 8 and 2 <= length <= MAX_HEADER_BYTES:
@@ -116,11 +116,13 @@ def header_length(start: bytes) -> int:
     raise ValueError(f"the weights {what}, and no header of 2 to {MAX_HEADER_BYTES:,}{hint}")
 
 
-def strict_json(data: bytes) -> dict:
+def strict_json(data: bytes | bytearray) -> dict:
     """A JSON object in UTF-8, no name in it twice, its numbers finite and of at most 40 characters."""
     try:
-        hooks = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
-        value = json.loads(bytes(data).decode(), object_pairs_hook=_unique, **hooks)
+        text = bytes(data).decode()
+        value = json.loads(
+            text, object_pairs_hook=_unique, parse_int=_number, parse_float=_number, parse_constant=_number
+        )
         require_characters(data, value)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
@@ -133,7 +135,7 @@ def strict_json(data: bytes) -> dict:
     return value
 
 
-def require_characters(data: bytes, value: object) -> None:
+def require_characters(data: bytes | bytearray, value: object) -> None:
     """Refuse JSON that escapes half of a character, which no file, terminal or tokenizer could take."""
     try:
         if b"\\ud" in data.lower():
@@ -168,7 +170,7 @@ class Entry(NamedTuple):
     end: int
 
 
-def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
+def entries(header: bytes | bytearray, size: int) -> tuple[dict[str, Entry], list[str]]:
     """The tensors in the first 8 + N bytes of a safetensors file of ``size`` bytes, and why it is not a sound one.
 
     Without reasons, the tensors cover the rest of the file, each byte once; with some, they are those described.
@@ -202,7 +204,7 @@ def entries(header: bytes, size: int) -> tuple[dict[str, Entry], list[str]]:
     return found, sentences(faults)
 
 
-def _table(header: bytes, size: int) -> tuple[dict, int]:
+def _table(header: bytes | bytearray, size: int) -> tuple[dict, int]:
     """The JSON object of a header, and how many bytes of tensors follow it; ValueError if it is none."""
     body = size - 8 - header_length(header)
     if body < 0 or len(header) < size - body:
@@ -252,12 +254,12 @@ def _hole(spans: list[list[int]], body: int) -> str | None:
     return None
 
 
-def _is_span(value: object, body: int) -> bool:
+def _is_span(value: object, body: int) -> TypeGuard[list[int]]:
     """Whether it is [begin, end], a range of ``body`` bytes."""
     return _whole(value, 0, body) and len(value) == 2 and value[0] <= value[1]
 
 
-def _whole(values: object, low: int, high: int) -> bool:
+def _whole(values: object, low: int, high: int) -> TypeGuard[list[int]]:
     """Whether it is a list of whole numbers between these; True, which Python counts as 1, is none."""
     return isinstance(values, list) and all(type(value) is int and low <= value <= high for value in values)
 
