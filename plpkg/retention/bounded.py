@@ -74,7 +74,7 @@ def bounded(model: nn.Module, scorer: Scorer, budget: int) -> Callable[[nn.Modul
     name = type(scorer).__name__
     if scorer.needs_logits:
         raise ValueError(f"{name} needs the tokens and the logits, which no layer knows")
-    recent = scorer.recency(budget) if scorer.recent is None else scorer.recent
+    recent = scorer.latest(budget)
     if scorer.sink + recent > budget:
         raise ValueError(f"{name} protects sink={scorer.sink} and recent={recent} units, more than budget={budget}")
     layers = len(attention_layers(model))

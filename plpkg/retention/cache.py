@@ -22,9 +22,9 @@ Left out: beams, guessed tokens, linear-attention layers.
 
 import sys
 from collections.abc import Callable
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
@@ -36,6 +36,8 @@ from plpkg.validation import one_of
 EXACT = (torch.float32, torch.float64)
 """Precisions in which a rotation there and back loses nothing that counts."""
 
+NOTHING = torch.empty(0, 0, 0, dtype=torch.int32)
+"""The positions of a layer that has seen no token."""
 
 NOTHING_BACK = "this cache takes no tokens back"
 """The beginning of every refusal to take tokens back."""
@@ -63,7 +65,7 @@ class EvictingLayer(CacheLayerMixin):
         self._make_store = make_store
         self.store = make_store()
         self.seen = 0
-        self.positions: torch.Tensor | None = None
+        self.positions = NOTHING
         self.scores: torch.Tensor | None = None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -116,7 +118,7 @@ class EvictingLayer(CacheLayerMixin):
     def reset(self) -> None:
         self.store = self._make_store()
         self.seen = 0
-        self.positions = None
+        self.positions = NOTHING
         self.scores = None
         self.is_initialized = False
 
@@ -236,7 +238,7 @@ class ReassignedPositions(EvictingLayer):
             self._rotated = True
 
     def _turn_back(self) -> None:
-        if self._rotated:
+        if self._rotated and self.rotary is not None:
             self.store.keys = self.rotary.undo(self.store.keys)
             self._rotated = False
 
@@ -273,7 +275,7 @@ class ReassignedPositions(EvictingLayer):
         return len(self.store) + query_length, 0
 
 
-def bounded(layer: object, config: PreTrainedConfig) -> bool:
+def bounded(layer: object, config: PreTrainedConfig) -> TypeGuard[DynamicSlidingWindowLayer]:
     """Whether a layer of transformers' cache has a sliding window that a text can be longer than.
 
     Phi-3-mini-128k's is twice as long as the model can read: it bounds nothing.
@@ -282,7 +284,7 @@ def bounded(layer: object, config: PreTrainedConfig) -> bool:
     return type(layer) is DynamicSlidingWindowLayer and layer.sliding_window < longest_text
 
 
-def _tokens_seen(layer: CacheLayerMixin) -> int:
+def _tokens_seen(layer: Any) -> int:
     """The tokens that were ever added to a layer: an evicting one, or transformers' own with a sliding window."""
     return layer.seen if isinstance(layer, EvictingLayer) else layer.cumulative_length
 
@@ -313,9 +315,9 @@ class EvictingCache(Cache):
         The model's kinds of layers or of positions do not go with this.
     """
 
-    def __init__(
-        self, model: nn.Module, positions: str = "reassigned", store: Callable[[], UnitStore] = UnitStore
-    ) -> None:
+    layers: list[Any]  # evicting ones, and transformers' own, which it declares to have keys perhaps
+
+    def __init__(self, model: Any, positions: str = "reassigned", store: Callable[[], UnitStore] = UnitStore) -> None:
         one_of("positions", positions, ("reassigned", "original"))
         self.contract = positions
         name = type(model).__name__
@@ -326,6 +328,7 @@ class EvictingCache(Cache):
                 raise ValueError(f"layer {i} of {name} has a {type(layer).__name__}, which cannot evict")
         if len(windows) == len(plain):
             raise ValueError(f"every layer of {name} has a sliding window: its cache is bounded already")
+        layers: list[Any]
         if positions == "original":
             layers = [layer if i in windows else OriginalPositions(store) for i, layer in enumerate(plain)]
         else:
@@ -369,7 +372,8 @@ class EvictingCache(Cache):
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         raise ValueError("this cache has no beams: its rows stay as they are")
 
-    batch_select_indices = reorder_cache
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        self.reorder_cache(indices)
 
     def reset(self) -> None:
         super().reset()

@@ -8,9 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import torch
-from torch import nn
 
 from plpkg.fingerprints import stamp
 from plpkg.results import Tabular
@@ -147,7 +147,7 @@ class Eviction:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Any,
         cache: EvictingCache,
         scorer: Scorer | None,
         budget: int,
@@ -157,7 +157,8 @@ class Eviction:
     ) -> None:
         self.model = model
         self.cache = cache
-        self.scorer = scorer
+        self.evicts = scorer is not None
+        self.scorer = scorer or Scorer()
         self.budget = budget
         self.stabilizers = stabilizers
         self.log_positions = log_positions
@@ -165,7 +166,7 @@ class Eviction:
         self.decoding = False
         self.stamps = (stamp(model), stamp(model, adapters=False))  # of the weights that read
         self.log = Log()
-        self._watch = None  # while watching: for longer, the two would keep each other and the model in memory
+        self._watch: Watch | None = None  # while watching: for longer, both would keep each other and the model alive
         self.lent = threading.RLock()  # held while an answer is in the cache
 
     def _show(self, units: Units) -> None:
@@ -194,7 +195,7 @@ class Eviction:
             )
         batch, heads, width = layer.positions.shape
         scores = self.scorer.update(units, layer.scores)
-        if scores.shape not in itertools.product({1, batch}, {1, heads}, [width]):
+        if scores.shape not in [*itertools.product({1, batch}, {1, heads}, [width])]:
             raise ValueError(
                 f"{type(self.scorer).__name__} must score (batch, num_kv_heads, kept + n) = {batch, heads, width} "
                 f"units, got {tuple(scores.shape)}"
@@ -220,6 +221,7 @@ class Eviction:
 
     def _prepare(self, ids: torch.Tensor) -> int:
         """Tell the watch which tokens ``(batch, n)`` run next; the position of the first."""
+        assert self._watch is not None  # a forward pass outside watching() would not be scored
         start = self.cache.seen
         self._watch.ids = ids
         self._watch.positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
@@ -234,8 +236,9 @@ class Eviction:
         if start == 0:
             surprisal[:, 0] = 0.0  # nothing predicts the first token
         self.cache.beside = self.cache.beside | {"logits": logits[:, -1:]}
+        positions = torch.arange(start, start + ids.shape[-1], device=ids.device)
         for i in self.cache.evicting:
-            self._store(Units(i, self._watch.positions, ids, surprisal=surprisal))
+            self._store(Units(i, positions, ids, surprisal=surprisal))
 
     def cut(self, start: int, stop: int, *, stabilizers: int = 0, budget: int | None = None) -> None:
         """Let every head keep its best units, and log it."""
@@ -243,11 +246,12 @@ class Eviction:
         layers = self.cache.evicting.values()
         if budget is not None and before > budget:
             for layer in layers:
+                assert layer.scores is not None  # _require_scores has seen to it
                 indices = keep_indices(
                     layer.scores,
                     budget,
                     first=self.scorer.sink,
-                    last=self.scorer.recent,
+                    last=self.scorer.latest(budget),
                     stabilizers=stabilizers,
                     also=self._spans(layer.positions),
                 )
@@ -271,11 +275,12 @@ class Eviction:
         """Show the model's forward passes to the scorer, and its projections to a cache that rotates."""
         rotating = {i: layer for i, layer in self.cache.evicting.items() if isinstance(layer, ReassignedPositions)}
         watched = attention_layers(self.model)
-        self._watch = Watch(self._show)
+        watch = Watch(self._show)
+        self._watch = watch
         try:
-            with watching(self.model, self._watch, self.cache):
+            with watching(self.model, watch, self.cache):
                 for i, layer in rotating.items():
-                    layer.projected = partial(self._watch.keys_of, i, watched[i])
+                    layer.projected = partial(watch.keys_of, i, watched[i])
                 yield
         finally:
             self._watch = None
@@ -294,18 +299,19 @@ class Eviction:
     @contextmanager
     def while_decoding(self) -> Iterator[None]:
         """Follow forward passes that somebody else starts, ``generate`` say, and cut after each."""
-        if self.scorer is None:
+        if not self.evicts:
             raise ValueError("what was loaded has no scorer: it answers, and evicts nothing more")
 
         # A thread that is about to call a hook while another removes it calls it without kwargs.
-        def before(_module, args, kwargs=MappingProxyType({})):
+        def before(_module, args, kwargs: Any = MappingProxyType({})):
             if kwargs.get("past_key_values") is self.cache:
                 return self._begin_step(args, kwargs)
             return None  # somebody else's forward pass
 
         def after(_module, _args, output) -> None:
-            if now() is not None and now() is self._watch:
-                self._end_step(output.logits)
+            watch = now()
+            if watch is not None and watch is self._watch:
+                self._end_step(watch, output.logits)
 
         # PEFT's generate calls the model inside its wrapper.
         inner = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
@@ -329,9 +335,9 @@ class Eviction:
         self._prepare(ids)
         return args, kwargs
 
-    def _end_step(self, logits: torch.Tensor) -> None:
+    def _end_step(self, watch: Watch, logits: torch.Tensor) -> None:
         """Score and cut after a forward pass that :meth:`_begin_step` has begun."""
-        ids = self._watch.ids
-        start = int(self._watch.positions[0])
+        ids = watch.ids
+        start = int(watch.positions[0])
         self._after(ids, start, logits)
         self.cut(start, start + ids.shape[-1], stabilizers=self.stabilizers, budget=self.budget)

@@ -36,7 +36,7 @@ def labels(function: object) -> Verdict:
         answer = q.shape[1]
         prompt = k.shape[1]
         keys = torch.cat([k, k[:, :1].expand(-1, answer, -1)], dim=1)  # the answer's own units, which have no label
-        units = Units(0, torch.arange(answer), None, query=q[None], keys=keys[None], scaling=q.shape[-1] ** -0.5)
+        units = Units(0, query=q[None], keys=keys[None], scaling=q.shape[-1] ** -0.5)
         return torch.cat(list(units.logits()), dim=3)[0, ..., :prompt]
 
     def cases() -> Iterator[tuple]:

@@ -7,6 +7,7 @@ KV head, the causal importance score: ``CIS = W2 · act(W1 · [q, k, v])``, with
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ class RetainingHeads(nn.Module):
         )
 
     @classmethod
-    def attach(cls, model: nn.Module, hidden: int | None = None, *, seed: int = 0) -> "RetainingHeads":
+    def attach(cls, model: Any, hidden: int | None = None, *, seed: int = 0) -> "RetainingHeads":
         """Untrained heads for a model, where it is and in its precision, with its own activation.
 
         Parameters
@@ -94,11 +95,13 @@ class RetainingHeads(nn.Module):
         kinds = {(layer.num_heads, layer.num_kv_heads, layer.head_dim, layer.width) for layer in layers}
         if len(kinds) > 1:
             raise ValueError(f"layers must be alike, got (num_heads, num_kv_heads, head_dim, width) of {sorted(kinds)}")
-        *dims, width = kinds.pop()
+        kind = kinds.pop()
+        dims = kind[:3]
+        width = kind[3]
         if width != _width(*dims):
             raise ValueError(
                 f"the projections of a layer of {type(model).__name__} give {width} numbers, and query, key and value "
-                f"of (num_heads, num_kv_heads, head_dim)={tuple(dims)} are {_width(*dims)}: heads would not fit"
+                f"of (num_heads, num_kv_heads, head_dim)={dims} are {_width(*dims)}: heads would not fit"
             )
         text_config = model.config.get_text_config(decoder=True)
         hidden = _published_hidden(text_config) if hidden is None else whole_number("hidden", hidden, 1)
@@ -121,7 +124,7 @@ class RetainingHeads(nn.Module):
         checkpoints.save(Path(folder, FILE), {"config": asdict(self.config), "state": self.state_dict()})
 
     @classmethod
-    def from_pretrained(cls, folder: str | Path, model: nn.Module) -> "RetainingHeads":
+    def from_pretrained(cls, folder: str | Path, model: Any) -> "RetainingHeads":
         """Read heads for the model that they were trained with, where it is and in its precision.
 
         Raises

@@ -5,6 +5,9 @@ and the query heads of the group: scaled, rotated, causal, before softmax (arXiv
 writes plain Q·Kᵀ, its code has the scaled and rotated logits).
 """
 
+import functools
+from typing import Any
+
 import torch
 from torch import nn
 from transformers import DynamicCache
@@ -52,7 +55,7 @@ def cis_labels(
 
 
 def labels_and_states(
-    model: nn.Module, input_ids: Ids, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
+    model: Any, input_ids: Ids, prompt_len: int, *, rows: str = "answer", chunk_size: int = 4096
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Labels as :func:`cis_labels`, and the heads' input for the prompt: ``(batch, prompt_len, width)`` a layer."""
     cache = DynamicCache(config=model.config)
@@ -100,8 +103,6 @@ def _highest_paid(units: Units, prompt_len: int) -> torch.Tensor:
     torch.Tensor
         ``(batch, num_kv_heads, prompt_len)``.
     """
-    highest = None
-    for logits in units.logits():  # (batch, num_kv_heads, group, rows, kept + n)
-        paid = logits.amax(dim=(2, 3))[..., :prompt_len]
-        highest = paid if highest is None else torch.maximum(highest, paid)
-    return highest
+    # Of logits (batch, num_kv_heads, group, rows, kept + n), some rows at a time.
+    paid = (logits.amax(dim=(2, 3))[..., :prompt_len] for logits in units.logits())
+    return functools.reduce(torch.maximum, paid)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,7 +37,7 @@ class Layer:
         Whether the fused one gives each head's query, key and value together: GPT-NeoX's, and one kind of GPTBigCode's.
     """
 
-    module: nn.Module
+    module: Any  # its attributes are named by each family
     projections: tuple[nn.Module, ...]
     num_heads: int
     num_kv_heads: int
@@ -53,7 +54,7 @@ class Layer:
         return by_head.transpose(-3, -2).flatten(-3)
 
 
-def attention_layers(model: nn.Module) -> list[Layer]:
+def attention_layers(model: Any) -> list[Layer]:
     """The attention modules of a causal language model, in order.
 
     Raises
@@ -93,7 +94,7 @@ def attention_layers(model: nn.Module) -> list[Layer]:
 
 def _refuse_virtual_tokens(model: nn.Module) -> None:
     """ValueError if a PEFT adapter of the model is a learnt prompt."""
-    adapter = getattr(model, "active_peft_config", None)
+    adapter: Any = getattr(model, "active_peft_config", None)
     if getattr(adapter, "is_prompt_learning", False):
         raise ValueError(
             f"{type(model).__name__} puts virtual tokens before the prompt ({adapter.peft_type.value}), which have no "
@@ -118,7 +119,7 @@ def _uses_interface(module: nn.Module) -> bool:
     return any("ALL_ATTENTION_FUNCTIONS" in vars(file) for file in files)
 
 
-def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, int, int, int, int]:
+def _sizes(module: Any, projections: Sequence[nn.Module]) -> tuple[int, int, int, int, int]:
     """``num_heads``, ``num_kv_heads``, ``head_dim``, ``value_dim`` and ``width`` of a :class:`Layer`.
 
     Configurations do not always say how many KV heads there are, or say it of other layers: the widths of the
@@ -126,8 +127,9 @@ def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, in
     """
     num_heads = module.config.num_attention_heads
     head_dim = getattr(module, "head_dim", None) or module.config.hidden_size // num_heads
-    widths = [_output_width(projection) for projection in projections]
-    if None in widths:
+    told = [_output_width(projection) for projection in projections]
+    widths = [width for width in told if width is not None]
+    if len(widths) < len(told):
         num_kv_heads = getattr(module.config, "num_key_value_heads", None) or num_heads
         width = (num_heads + 2 * num_kv_heads) * head_dim
         return num_heads, num_kv_heads, head_dim, head_dim, width
@@ -139,7 +141,7 @@ def _sizes(module: nn.Module, projections: Sequence[nn.Module]) -> tuple[int, in
     return num_heads, key_width // head_dim, head_dim, value_dim, sum(widths)
 
 
-def _output_width(projection: nn.Module) -> int | None:
+def _output_width(projection: Any) -> int | None:
     """The width of a linear layer's output, an adapter around it or not; ``None`` if it does not tell."""
     if hasattr(projection, "get_base_layer"):
         projection = projection.get_base_layer()
@@ -148,11 +150,11 @@ def _output_width(projection: nn.Module) -> int | None:
     return getattr(projection, "out_features", None)
 
 
-def check_ids(model: nn.Module, ids: Ids, before: int = 0) -> torch.Tensor:
+def check_ids(model: Any, ids: Ids, before: int = 0) -> torch.Tensor:
     """Tokens as ``(batch, n)``; ValueError unless the model can read them after so many others."""
     name = type(model).__name__
     ids = token_ids(ids)
-    vocab = getattr(model.get_input_embeddings(), "num_embeddings", None)
+    vocab: Any = getattr(model.get_input_embeddings(), "num_embeddings", None)
     numbered = vocab and not is_fake(ids)  # fake ids have no numbers that could be out of range
     if numbered and not 0 <= int(ids.min()) <= int(ids.max()) < vocab:
         raise ValueError(f"input_ids must be within the {vocab} tokens of {name}, got {ids.min()} to {ids.max()}")
@@ -166,7 +168,7 @@ def check_ids(model: nn.Module, ids: Ids, before: int = 0) -> torch.Tensor:
     return ids
 
 
-def _learnt_positions(table: nn.Embedding) -> int:
+def _learnt_positions(table: Any) -> int:
     """The number of positions that a table has for tokens: some families leave its first rows unused."""
     if hasattr(table, "offset"):
         return table.num_embeddings - table.offset

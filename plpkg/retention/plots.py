@@ -7,7 +7,7 @@ from plpkg.retention.trials.tasks import FIRST_KEY, FIRST_VALUE
 from plpkg.show import drawing, theme
 
 METHODS = ("Locret", "SnapKV", "H2O", "oracle", "SirLLM", "sink + recent", "key norm", "random")
-STYLES = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))
+STYLES: dict[str, dict] = dict(zip(METHODS, theme.styles(len(METHODS)), strict=True))
 STYLES["full"] = {"color": "0", "linestyle": "-", "marker": "x"}
 """One style for a method in every figure: a case has that of the method in its name, or else the full cache's."""
 

@@ -117,7 +117,7 @@ def _check_protection(scorer: Scorer, budget: int, stabilizers: int, keep: Seque
     in_spans = set()
     for start, stop in keep:
         in_spans.update(range(max(start, scorer.sink), stop))  # without those that are the sink's already
-    protected = scorer.sink + max(scorer.recent, stabilizers) + len(in_spans)
+    protected = scorer.sink + max(scorer.latest(budget), stabilizers) + len(in_spans)
     if protected > budget:
         spans = f"and {len(in_spans)} more in keep={list(keep)} " if keep else ""
         raise ValueError(

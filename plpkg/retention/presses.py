@@ -6,6 +6,7 @@ queries, places them by the chunk's length, draws numbers, reads its own ``compr
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -29,7 +30,7 @@ class Press(Scorer):
         The method.
     """
 
-    press: object
+    press: Any
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
         hidden_states = units.inputs["hidden_states"]

@@ -88,17 +88,18 @@ class Packed:
 class ByToken:
     """Units ``(batch, heads, n, head_dim)``, each in groups of its own."""
 
+    packed: Packed  # of (batch, heads, n, head_dim), once units have come
+
     def __init__(self, bits: int, group: int) -> None:
         self.bits = bits
         self.group = group
-        self.packed: Packed | None = None  # of (batch, heads, n, head_dim)
 
     def __len__(self) -> int:
-        return 0 if self.packed is None else self.packed.codes.shape[2]
+        return self.packed.codes.shape[2] if hasattr(self, "packed") else 0
 
     @property
     def num_bytes(self) -> int:
-        return 0 if self.packed is None else self.packed.num_bytes
+        return self.packed.num_bytes if len(self) else 0
 
     def append(self, states: torch.Tensor) -> None:
         head_dim = states.shape[-1]
@@ -106,7 +107,7 @@ class ByToken:
         if head_dim % group or group % 4:
             raise ValueError(f"heads of {head_dim} numbers do not divide into groups of {group}")
         new = Packed(states, self.bits, group)
-        if self.packed is None:
+        if not len(self):
             self.packed = new
             return
         self.packed.codes = torch.cat([self.packed.codes, new.codes], dim=2)
@@ -121,7 +122,7 @@ class ByToken:
         self.change(lambda tensor: gather(tensor.flatten(3), indices).unflatten(3, tensor.shape[3:]))
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        if self.packed is not None:
+        if len(self):
             self.packed.change(function)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -140,25 +141,29 @@ class ByToken:
 class ByChannel:
     """Units ``(batch, heads, n, head_dim)`` in groups of consecutive units, channel by channel, and a rest."""
 
+    rest: torch.Tensor  # (batch, heads, fewer than group, head_dim), once units have come
+
     def __init__(self, bits: int, group: int) -> None:
         self.bits = bits
         self.group = group
         self.packed: list[Packed] = []  # of (batch, heads, head_dim, a multiple of group) each
-        self.rest: torch.Tensor | None = None  # (batch, heads, fewer than group, head_dim)
 
     def __len__(self) -> int:
         in_groups = sum(part.codes.shape[3] * self.group for part in self.packed)  # codes (…, groups, bytes)
-        in_rest = 0 if self.rest is None else self.rest.shape[2]
+        in_rest = self.rest.shape[2] if hasattr(self, "rest") else 0
         return in_groups + in_rest
 
     @property
     def num_bytes(self) -> int:
         in_groups = sum(part.num_bytes for part in self.packed)
-        in_rest = 0 if self.rest is None else self.rest.nbytes
+        in_rest = self.rest.nbytes if len(self) else 0
         return in_groups + in_rest
 
     def append(self, states: torch.Tensor) -> None:
-        waiting = states if self.rest is None else torch.cat([self.rest, states], dim=2)
+        self._pack(torch.cat([self.rest, states], dim=2) if len(self) else states)
+
+    def _pack(self, waiting: torch.Tensor) -> None:
+        """Pack as many units as fill groups, behind those that are packed; the others are the rest."""
         full = waiting.shape[2] // self.group * self.group
         if full:
             self.packed.append(Packed(waiting[:, :, :full].transpose(2, 3), self.bits, self.group))
@@ -171,13 +176,12 @@ class ByChannel:
     def keep(self, indices: torch.Tensor) -> None:
         kept = gather(self.read(), indices)
         self.packed = []
-        self.rest = None
-        self.append(kept)
+        self._pack(kept)
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for part in self.packed:
             part.change(function)
-        if self.rest is not None:
+        if len(self):
             self.rest = function(self.rest)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -194,10 +198,10 @@ class ByChannel:
             part = {name: tensors[f"{i}.{name}"] for name in PACKED}
             self.packed.append(Packed.restored(part, self.bits))
 
-    def mark(self) -> tuple[int, torch.Tensor | None]:
+    def mark(self) -> tuple[int, torch.Tensor]:
         return len(self.packed), self.rest  # the rest may fill a group, and be rounded
 
-    def rewind(self, mark: tuple[int, torch.Tensor | None], repeats: int) -> None:
+    def rewind(self, mark: tuple[int, torch.Tensor], repeats: int) -> None:
         count, rest = mark
         del self.packed[count:]
         if repeats > 1:
@@ -210,50 +214,50 @@ class QuantizedStore(UnitStore):
 
     def __init__(self, bits: int, scheme: str, group: int) -> None:
         self._kind = {"bits": bits, "scheme": scheme, "group": group}
-        self.keys = ByToken(bits, group) if scheme == "token" else ByChannel(bits, group)
-        self.values = ByToken(bits, group)
+        self._keys = ByToken(bits, group) if scheme == "token" else ByChannel(bits, group)
+        self._values = ByToken(bits, group)
 
     @property
     def kind(self) -> dict:
         return self._kind
 
     def __len__(self) -> int:
-        return len(self.values)
+        return len(self._values)
 
     @property
     def num_bytes(self) -> int:
-        return self.keys.num_bytes + self.values.num_bytes
+        return self._keys.num_bytes + self._values.num_bytes
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        self.keys.append(keys)
-        self.values.append(values)
+        self._keys.append(keys)
+        self._values.append(values)
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.keys.read(), self.values.read()
+        return self._keys.read(), self._values.read()
 
     def keep(self, indices: torch.Tensor) -> None:
-        self.keys.keep(indices)
-        self.values.keep(indices)
+        self._keys.keep(indices)
+        self._values.keep(indices)
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        self.keys.change(function)
-        self.values.change(function)
+        self._keys.change(function)
+        self._values.change(function)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        keys = {f"keys.{name}": tensor for name, tensor in self.keys.tensors().items()}
-        values = {f"values.{name}": tensor for name, tensor in self.values.tensors().items()}
+        keys = {f"keys.{name}": tensor for name, tensor in self._keys.tensors().items()}
+        values = {f"values.{name}": tensor for name, tensor in self._values.tensors().items()}
         return keys | values
 
     def restore(self, tensors: dict[str, torch.Tensor]) -> None:
-        self.keys.restore(under("keys.", tensors))
-        self.values.restore(under("values.", tensors))
+        self._keys.restore(under("keys.", tensors))
+        self._values.restore(under("values.", tensors))
 
     def mark(self) -> tuple:
-        return self.keys.mark(), self.values.mark()
+        return self._keys.mark(), self._values.mark()
 
     def rewind(self, mark: tuple, repeats: int = 1) -> None:
-        self.keys.rewind(mark[0], repeats)
-        self.values.rewind(mark[1], repeats)
+        self._keys.rewind(mark[0], repeats)
+        self._values.rewind(mark[1], repeats)
 
 
 def quantized(bits: int = 4, scheme: str = "token", group: int = 32) -> Callable[[], QuantizedStore]:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +93,7 @@ class PrefillResult:
             "cache_implementation": None,  # else a model's own configuration would make another cache
         }
 
-    def ask(self, model: nn.Module, ids: torch.Tensor, **generate) -> torch.Tensor:
+    def ask(self, model: Any, ids: torch.Tensor, **generate) -> torch.Tensor:
         """The answer to a question about what was read, which stays as it was: read once, ask many times.
 
         Parameters
@@ -291,7 +292,7 @@ class PrefillResult:
             yield
 
 
-def _setting(name: str, generate: dict, model: nn.Module) -> int:
+def _setting(name: str, generate: dict, model: Any) -> int:
     """An argument of ``generate``, given by itself or in a configuration; 1 where nobody says."""
     config = generate.get("generation_config") or model.generation_config
     return generate.get(name) or getattr(config, name, None) or 1

@@ -4,6 +4,7 @@ In half precision keys are rotated by the model's own arithmetic: units that wer
 """
 
 import sys
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -29,10 +30,10 @@ class Rotary:
         The model has no rotary positions, or in another form than Llama's.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         decoder = model.get_decoder()
-        self._angles = getattr(decoder, "rotary_emb", None)
-        self._rotate = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
+        self._angles: Any = getattr(decoder, "rotary_emb", None)
+        self._rotate: Any = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
         if self._angles is None or self._rotate is None or hasattr(self._angles, "layer_types"):
             raise ValueError(
                 "positions='reassigned' needs rotary positions in the form that Llama has them, one table and one "
@@ -134,7 +135,7 @@ def rotating(model: nn.Module, rotary: Rotary) -> list[bool]:
     return rotates
 
 
-def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
+def _ask(model: Any, rotary: Rotary) -> list[bool]:
     if is_fake(next(model.parameters())):  # it has no numbers: where only sizes are measured, all rotate
         return [True] * model.config.get_text_config().num_hidden_layers
     found = []
@@ -152,12 +153,12 @@ def _ask(model: nn.Module, rotary: Rotary) -> list[bool]:
     return found
 
 
-def _keys_at(model: nn.Module, start: int) -> list[torch.Tensor]:
+def _keys_at(model: Any, start: int) -> list[torch.Tensor]:
     """Each layer's keys ``(1, num_kv_heads, 2, head_dim)`` of two tokens at ``start`` and ``start + 1``."""
     device = torch.device("cpu" if model.device.type == "meta" else model.device)  # accelerate brings it to its weights
     ids = torch.tensor([[1, 2]], device=device)
     positions = torch.arange(start, start + 2, device=device)[None]
-    cache = DynamicCache(config=model.config)
+    cache: Any = DynamicCache(config=model.config)
     with torch.no_grad(), torch.autocast(device.type, enabled=False), evaluating(model):  # autocast would round
         model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
     return [layer.keys for layer in cache.layers]

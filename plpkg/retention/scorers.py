@@ -11,7 +11,9 @@ ones is a part of each published method, its recency rule, and on text it decide
 """
 
 import copy
+import functools
 from dataclasses import dataclass, field
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -54,6 +56,10 @@ class Scorer:
         """The method's own rule: how many of the latest units it protects; 0 unless the method says otherwise."""
         return 0
 
+    def latest(self, budget: int) -> int:
+        """How many of the latest units it protects: ``recent``, or by its own rule."""
+        return self.recency(budget) if self.recent is None else self.recent
+
     def begin(self, ids: torch.Tensor, budget: int) -> None:
         """Called on a copy of the scorer before the first chunk of a sequence ``(batch, seq)``."""
 
@@ -61,8 +67,7 @@ class Scorer:
         """A copy for one sequence, with its recency rule applied: what it learns of this prompt is not the caller's."""
         scorer = copy.copy(self)
         scorer.begin(ids, budget)
-        if scorer.recent is None:
-            scorer.recent = scorer.recency(budget)
+        scorer.recent = scorer.latest(budget)
         return scorer
 
     def update(self, units: Units, stored: torch.Tensor | None) -> torch.Tensor:
@@ -114,8 +119,8 @@ class Locret(CausalScorer):
 
     heads: RetainingHeads
 
-    def check(self, model: nn.Module) -> None:
-        dtype = self.heads.layers[0][0].weight.dtype
+    def check(self, model: Any) -> None:
+        dtype = next(self.heads.parameters()).dtype
         if dtype != model.dtype:
             raise ValueError(
                 f"these heads are in {dtype}, {type(model).__name__} in {model.dtype}: take heads.to(model.dtype)"
@@ -272,7 +277,8 @@ class SnapKv(AttentionScorer):
         n = len(units.positions)
         window = min(self.window, n)
         # The sum over the window's queries, the mean over the group's query heads: (batch, num_kv_heads, kept + n).
-        paid = sum(part.sum(dim=3).mean(dim=2) for part in units.probabilities(n - window))
+        parts = (part.sum(dim=3).mean(dim=2) for part in units.probabilities(n - window))
+        paid = functools.reduce(torch.add, parts)
         before_window = paid.shape[-1] - window
         if not before_window:
             return paid

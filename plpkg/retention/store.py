@@ -8,26 +8,25 @@ import torch
 class UnitStore:
     """A layer's keys and values, as two tensors. :mod:`plpkg.retention.quantize` has another kind."""
 
-    def __init__(self) -> None:
-        self.keys: torch.Tensor | None = None  # (batch, num_kv_heads, kept, head_dim)
-        self.values: torch.Tensor | None = None  # (batch, num_kv_heads, kept, value_dim)
+    keys: torch.Tensor  # (batch, num_kv_heads, kept, head_dim), once units have come
+    values: torch.Tensor  # (batch, num_kv_heads, kept, value_dim)
 
     def __len__(self) -> int:
-        return 0 if self.keys is None else self.keys.shape[-2]
+        return self.keys.shape[-2] if hasattr(self, "keys") else 0
 
     @property
     def num_bytes(self) -> int:
         """The bytes of keys and values."""
-        return 0 if self.keys is None else self.keys.nbytes + self.values.nbytes
+        return self.keys.nbytes + self.values.nbytes if len(self) else 0
 
     def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Add units at the end."""
-        if self.keys is None:
-            self.keys = keys
-            self.values = values
-        else:
+        if len(self):
             self.keys = torch.cat([self.keys, keys], dim=-2)
             self.values = torch.cat([self.values, values], dim=-2)
+        else:
+            self.keys = keys
+            self.values = values
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values."""
@@ -40,7 +39,7 @@ class UnitStore:
 
     def change(self, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Apply ``function`` to every tensor: its first dimension is the batch."""
-        if self.keys is not None:
+        if len(self):
             self.keys = function(self.keys)
             self.values = function(self.values)
 

@@ -16,9 +16,9 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any, TypeGuard
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from plpkg import training_loop
@@ -85,7 +85,7 @@ def losses(predicted: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
 
 
 def train_heads(
-    model: nn.Module,
+    model: Any,
     heads: RetainingHeads,
     data: Iterable[Example] | Callable[[], Iterable[Example]] | Mapping,
     *,
@@ -181,8 +181,8 @@ def train_heads(
                 parts = learn_from(example)
             means += torch.tensor(parts, device=model.device) / share
         accelerator.clip_grad_value_(heads.parameters(), CLIP_VALUE)
-        of_all_processes = accelerator.reduce(means, "mean").tolist()
-        run.log.append({"step": step + 1} | dict(zip(PARTS, of_all_processes, strict=True)))
+        of_all_processes: Any = accelerator.reduce(means, "mean")
+        run.log.append({"step": step + 1} | dict(zip(PARTS, of_all_processes.tolist(), strict=True)))
         return run.log[-1]["loss"]
 
     def rate(step: int) -> float:
@@ -204,7 +204,7 @@ def train_heads(
 @contextlib.contextmanager
 def _learning(heads: RetainingHeads) -> Iterator[None]:
     """Within it all heads learn, in float32; then they are in their precision, and those frozen that were."""
-    precision = heads.layers[0][0].weight.dtype
+    precision = next(heads.parameters()).dtype
     frozen = [parameter for parameter in heads.parameters() if not parameter.requires_grad]
     heads.float().requires_grad_(True)
     try:
@@ -309,14 +309,14 @@ def _parts_of_chat(messages: Sequence[Mapping], tokenizer) -> tuple[str, str]:
     return prompt, whole[len(prompt) :]
 
 
-def _is_chat(value: object) -> bool:
+def _is_chat(value: object) -> TypeGuard[Sequence[Mapping]]:
     """Whether it is a list of chat messages, one at least."""
     if not isinstance(value, (tuple, list)) or not value:
         return False
     return all(isinstance(message, Mapping) and "role" in message for message in value)
 
 
-def _ids(part: object, tokenizer) -> torch.Tensor:
+def _ids(part: Any, tokenizer) -> torch.Tensor:
     """Token ids ``(batch, n)`` of a text, a list or a tensor."""
     if isinstance(part, str):
         if tokenizer is None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -28,13 +29,16 @@ from plpkg.retention.layers import Layer, attention_layers
 KNOWN = ("s_aux", "attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
 """Tensor arguments of an attention function that are accounted for here; any other may change the attention."""
 
+UNSET = torch.empty(0)
+"""Stands for a tensor that nobody has set."""
+
 LOGITS = 2**24
 """Attention logits in memory at a time: 64 MiB in float32."""
 
 
 @dataclass
 class Units:
-    """The new cache units of one layer, and what the layer's attention made of them.
+    """The new cache units of one layer, and what the layer's attention made of them; what nobody has set is empty.
 
     Attributes
     ----------
@@ -64,19 +68,19 @@ class Units:
     """
 
     layer: int
-    positions: torch.Tensor
-    ids: torch.Tensor
-    projected: torch.Tensor | None = None
-    query: torch.Tensor | None = None
-    keys: torch.Tensor | None = None
-    values: torch.Tensor | None = None
+    positions: torch.Tensor = UNSET
+    ids: torch.Tensor = UNSET
+    projected: torch.Tensor = UNSET
+    query: torch.Tensor = UNSET
+    keys: torch.Tensor = UNSET
+    values: torch.Tensor = UNSET
     scaling: float = 1.0
     softcap: float | None = None
     sinks: torch.Tensor | None = None
     unknown: Sequence[str] = ()
-    surprisal: torch.Tensor | None = None
+    surprisal: torch.Tensor = UNSET
     module: nn.Module | None = None
-    inputs: dict | None = None
+    inputs: dict = field(default_factory=dict)
 
     def logits(self, first: int = 0) -> Iterator[torch.Tensor]:
         """Attention logits of the new units from ``first`` on, some rows at a time, never all at once.
@@ -134,8 +138,8 @@ class Watch:
     """
 
     show: Callable[[Units], None]
-    positions: torch.Tensor | None = None
-    ids: torch.Tensor | None = None
+    positions: torch.Tensor = UNSET
+    ids: torch.Tensor = UNSET
     projected: dict[int, list[torch.Tensor]] = field(default_factory=dict)
     inputs: dict[int, dict] = field(default_factory=dict)
 
@@ -152,7 +156,7 @@ class Watch:
 
     def units(
         self,
-        module: nn.Module,
+        module: Any,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -212,7 +216,7 @@ PREFIX = "plpkg_watched_"
 """The wrapper of an attention function has that function's name, behind this prefix."""
 
 
-def check(model: nn.Module) -> None:
+def check(model: Any) -> None:
     """ValueError if the model is no language model whose layers can be watched."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     if head is None:
@@ -222,7 +226,7 @@ def check(model: nn.Module) -> None:
 
 
 @contextmanager
-def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iterator[Watch]:
+def watching(model: Any, watch: Watch, cache: Cache | None = None) -> Iterator[Watch]:
     """Show every attention layer's units to ``watch``, in each forward pass with this cache while the block runs.
 
     Forward passes with other caches, in this thread or another, are not shown; without a cache all are.
@@ -275,7 +279,7 @@ def watching(model: nn.Module, watch: Watch, cache: Cache | None = None) -> Iter
 
 
 @contextmanager
-def _wrapped(model: nn.Module, configs: Iterable) -> Iterator[None]:
+def _wrapped(model: Any, configs: Iterable) -> Iterator[None]:
     """The model's attention is a wrapper of its own while the block runs, or another thread's."""
     with _LOCK:
         base = model.config._attn_implementation.removeprefix(PREFIX)

@@ -64,8 +64,8 @@ def untrained(*, num_layers: int = 2, vocab: int = VOCAB, seed: int = 0):
         torch.manual_seed(seed)
         model = LlamaForCausalLM(config)
         model.set_input_embeddings(PairEmbedding(vocab, config.hidden_size))
-        for table in model.get_input_embeddings().children():
-            nn.init.normal_(table.weight, std=0.1)
+        for weight in model.get_input_embeddings().parameters():
+            nn.init.normal_(weight, std=0.1)
     return model.eval()
 
 
