@@ -7,9 +7,10 @@ import math
 import reprlib
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 T = TypeVar("T")
+Arguments = ParamSpec("Arguments")
 
 _brief = reprlib.Repr()
 _brief.maxlevel, _brief.maxstring, _brief.maxlist, _brief.maxdict, _brief.maxother = 2, 100, 4, 4, 60
@@ -123,7 +124,9 @@ def host_and_port(address: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Callable], Callable]:
+def keywords(
+    *takers: Callable[..., Any], without: tuple[str, ...] = ()
+) -> Callable[[Callable[Arguments, T]], Callable[Arguments, T]]:
     """Decorate a function so that its signature has every keyword, and a mistyped one names the near one.
 
     Parameters
@@ -139,7 +142,7 @@ def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Call
         By the decorated function, for a keyword that neither it nor a taker has.
     """
 
-    def decorate(function: Callable) -> Callable:
+    def decorate(function: Callable[Arguments, T]) -> Callable[Arguments, T]:
         signature = inspect.signature(function)
         known = {name: p for name, p in signature.parameters.items() if p.kind is not p.VAR_KEYWORD}
         for taker in takers:
@@ -148,7 +151,7 @@ def keywords(*takers: Callable, without: tuple[str, ...] = ()) -> Callable[[Call
                     known[name] = p.replace(kind=p.KEYWORD_ONLY)
 
         @wraps(function)
-        def checked(*args, **given):
+        def checked(*args: Arguments.args, **given: Arguments.kwargs) -> T:
             for name in given:
                 if name not in known:
                     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
