@@ -1,7 +1,7 @@
 """Token ids and labels: the forms in which callers have them, as the one that models read, ``(batch, seq)``."""
 
 from collections.abc import Mapping, Sequence
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 
@@ -10,7 +10,7 @@ from plpkg.validation import shown
 IGNORED = -100
 """A label that is neither learnt nor scored: torch's ``ignore_index``."""
 
-Ids = torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping
+Ids = torch.Tensor | Sequence[int] | Sequence[Sequence[int]] | Mapping[str, Any]
 
 ABOUT_TOKENS = ("special_tokens_mask", "offset_mapping", "length", "num_truncated_tokens", "overflow_to_sample_mapping")
 """Fields that a tokenizer gives on request, and no model reads."""
@@ -67,7 +67,7 @@ def _are_ids(tensor: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)
 
 
-def _refuse_others(fields: Mapping, name: str) -> None:
+def _refuse_others(fields: Mapping[str, Any], name: str) -> None:
     """ValueError if a mapping has something beside ids and their mask that a model would read."""
     known = {"input_ids", "attention_mask", *ABOUT_TOKENS}
     if not torch.as_tensor(fields.get("token_type_ids", 0)).any():  # all of the first of two texts, as without them

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ class Tokens:
         return len(self.ids)
 
 
-def encode(documents: Iterable[Document | str], tokenizer, *, control_tokens: bool = False) -> list[Tokens]:
+def encode(documents: Iterable[Document | str], tokenizer: Any, *, control_tokens: bool = False) -> list[Tokens]:
     """Turn documents into tokens.
 
     Parameters

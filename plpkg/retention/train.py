@@ -34,7 +34,9 @@ PARTS = ("loss", "regression", "smoothing", "overlap")
 CLIP_VALUE = 0.5
 """The bound at which each number of a gradient is clipped, as published."""
 
-Example = tuple[torch.Tensor | str | list, torch.Tensor | str | list] | Mapping | Sequence[Mapping]
+Fields = Mapping[str, Any]
+Part = torch.Tensor | str | list[int]
+Example = tuple[Part, Part] | Fields | Sequence[Fields]
 
 
 class TrainingLog(Tabular):
@@ -87,7 +89,7 @@ def losses(predicted: torch.Tensor, labels: torch.Tensor) -> tuple[torch.Tensor,
 def train_heads(
     model: Any,
     heads: RetainingHeads,
-    data: Iterable[Example] | Callable[[], Iterable[Example]] | Mapping,
+    data: Iterable[Example] | Callable[[], Iterable[Example]] | Fields,
     *,
     steps: int = 3000,
     examples_per_step: int = 1,
@@ -215,7 +217,7 @@ def _learning(heads: RetainingHeads) -> Iterator[None]:
             parameter.requires_grad_(False)
 
 
-def _examples(data: Iterable[Example] | Callable[[], Iterable[Example]] | Mapping) -> Iterable[Example]:
+def _examples(data: Iterable[Example] | Callable[[], Iterable[Example]] | Fields) -> Iterable[Example]:
     """The examples of what :func:`train_heads` was given: a batch's rows, again and again, or those of a data set."""
     if callable(data):
         data = data()
@@ -224,7 +226,7 @@ def _examples(data: Iterable[Example] | Callable[[], Iterable[Example]] | Mappin
     return data
 
 
-def _rows(batch: Mapping) -> list[Example]:
+def _rows(batch: Fields) -> list[Example]:
     """The texts of a batch as examples, without what stands behind their last label."""
     ids, labels = ids_and_labels(batch)
     place = torch.arange(1, labels.shape[1] + 1, device=labels.device)
@@ -267,7 +269,7 @@ def _refused(example: object) -> ValueError:
     return ValueError(f"an example must be {FORMS}, got {shown(example)}")
 
 
-def _parts_of_columns(example: Mapping, tokenizer) -> tuple:
+def _parts_of_columns(example: Fields, tokenizer) -> tuple:
     """Prompt and answer of a row of a data set."""
     others = sorted(READ_BY_MODELS & example.keys())
     if others:
@@ -286,7 +288,7 @@ def _parts_of_columns(example: Mapping, tokenizer) -> tuple:
     return prompt, answer
 
 
-def _parts_of_labelled(example: Mapping) -> tuple[torch.Tensor, torch.Tensor]:
+def _parts_of_labelled(example: Fields) -> tuple[torch.Tensor, torch.Tensor]:
     """Prompt and answer ``(batch, n)`` each of ids whose labels are -100 for the prompt."""
     ids, labels = ids_and_labels(example, "an example")
     in_answer = labels != IGNORED
@@ -296,7 +298,7 @@ def _parts_of_labelled(example: Mapping) -> tuple[torch.Tensor, torch.Tensor]:
     return ids[:, :prompt_len], ids[:, prompt_len:]
 
 
-def _parts_of_chat(messages: Sequence[Mapping], tokenizer) -> tuple[str, str]:
+def _parts_of_chat(messages: Sequence[Fields], tokenizer) -> tuple[str, str]:
     """The text of the messages up to the assistant's answer, which is the last, and the text of the answer."""
     if tokenizer is None or not tokenizer.chat_template:
         raise ValueError("chat messages need a tokenizer that has a chat template")
@@ -309,7 +311,7 @@ def _parts_of_chat(messages: Sequence[Mapping], tokenizer) -> tuple[str, str]:
     return prompt, whole[len(prompt) :]
 
 
-def _is_chat(value: object) -> TypeGuard[Sequence[Mapping]]:
+def _is_chat(value: object) -> TypeGuard[Sequence[Fields]]:
     """Whether it is a list of chat messages, one at least."""
     if not isinstance(value, (tuple, list)) or not value:
         return False

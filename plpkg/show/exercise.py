@@ -127,7 +127,7 @@ def compare(prediction: object, value: float, unit: str) -> Verdict:
 
 def check_function(
     function: object,
-    cases: Iterable[tuple[tuple, object]],
+    cases: Iterable[tuple[tuple[Any, ...], object]],
     explanation: str,
     hint: Callable[..., str] = lambda got, *arguments: "",
     tolerance: float = 1e-4,

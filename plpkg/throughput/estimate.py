@@ -28,6 +28,7 @@ Left out: attention among a prompt's own positions, sampling, framing and softwa
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from plpkg.catalog import Link, ModelShape
 from plpkg.communication import Traffic
@@ -132,7 +133,7 @@ def decode(
     context: int = 0,
     draft_tokens: int = 0,
     tokens_per_pass: float | None = None,
-    **split,
+    **split: Any,
 ) -> Estimate:
     """Estimate the speed of generating tokens one after the other.
 
@@ -221,7 +222,7 @@ def prefill(
     rtt_s: float | None = None,
     *,
     logits: str = "all",
-    **split,
+    **split: Any,
 ) -> Estimate:
     """Estimate the speed of reading a prompt of ``tokens`` tokens in one pass.
 

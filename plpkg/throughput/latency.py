@@ -5,6 +5,7 @@ trips, and that term soon outweighs all the others.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.formulas import projection_dims
@@ -13,7 +14,7 @@ from plpkg.validation import keywords, number
 
 
 @keywords(decode, without=("model",))
-def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (0, 1, 5, 10, 20, 33), **settings):
+def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (0, 1, 5, 10, 20, 33), **settings: Any):
     """Tokens per second of each model (rows) at each round-trip time in milliseconds (columns).
 
     ``**settings`` goes to :func:`~plpkg.throughput.decode`, without ``rtt_s``. Returns a
@@ -30,7 +31,9 @@ def against_rtt(models: Sequence[str | ModelShape], rtts_ms: Sequence[float] = (
 
 
 @keywords(decode)
-def schemes_against_rtt(schemes: Mapping[str, Mapping], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings):
+def schemes_against_rtt(
+    schemes: Mapping[str, Mapping[str, Any]], rtts_ms: Sequence[float] = (0, 5, 20, 33), **settings: Any
+):
     """Tokens per second of each scheme of running a model (rows) at each round-trip time in milliseconds (columns).
 
     A scheme is a name with settings of :func:`~plpkg.throughput.decode`; ``**settings``, the ``model`` among them, are
@@ -60,7 +63,7 @@ def _speeds(index: str, runs: dict[str, dict], rtts_ms: Sequence[float]):
 
 
 @keywords(decode)
-def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, rank: int = 64, **settings) -> float:
+def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, rank: int = 64, **settings: Any) -> float:
     """The round-trip time at which splitting is no faster than the phone alone.
 
     Parameters
@@ -86,7 +89,7 @@ def break_even_rtt_s(model: str | ModelShape, phone_only_tokens_per_s: float, ra
 
 
 @keywords(decode)
-def best_rank(model: str | ModelShape, tokens_per_s: float, **settings) -> int:
+def best_rank(model: str | ModelShape, tokens_per_s: float, **settings: Any) -> int:
     """The largest rank that still reaches a target speed, up to the width of the narrowest projection.
 
     Parameters

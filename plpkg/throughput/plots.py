@@ -1,6 +1,7 @@
 """Figures of notebook 03: how well the published curves are met, where time goes, what the round trip costs."""
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from plpkg.catalog import Link, ModelShape, device as find_device, link as find_link
 from plpkg.show import theme
@@ -167,9 +168,9 @@ def against_rtt(
     marks: Sequence[str | Link] = ("lan", "wifi", "5g", "5g-us-2024", "4g"),
     ax=None,
     *,
-    schemes: Mapping[str, Mapping] | None = None,
+    schemes: Mapping[str, Mapping[str, Any]] | None = None,
     more_ms: Sequence[tuple[float, float]] = (),
-    **settings,
+    **settings: Any,
 ):
     """Tokens per second against the round-trip time, with horizontal lines for the phone alone.
 

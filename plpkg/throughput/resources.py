@@ -7,6 +7,7 @@ weights that compute, again without the input embedding.
 
 import warnings
 from dataclasses import dataclass
+from typing import Any
 
 from plpkg.catalog import Device, ModelShape, device as find_device, model as find_model
 from plpkg.results import Tabular
@@ -55,7 +56,7 @@ def phone_memory(
     bits: int = 16,
     *,
     embedding: bool = False,
-    **split,
+    **split: Any,
 ) -> PhoneMemory:
     """Weights that PrivateLoRA puts on the phone.
 
@@ -88,7 +89,7 @@ def phone_memory(
 
 
 @keywords(Split)
-def phone_flops(model: str | ModelShape, rank: int = 128, **split) -> int:
+def phone_flops(model: str | ModelShape, rank: int = 128, **split: Any) -> int:
     """Floating-point operations the phone does for one token: twice its LM head and Ms.
 
     Parameters and errors as in :func:`phone_memory`.
