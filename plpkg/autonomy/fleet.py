@@ -143,7 +143,7 @@ def _ray(
     """Each chunk's results, in the order in which Ray has them."""
     try:
         import ray
-        from ray import cloudpickle
+        from ray.cloudpickle.cloudpickle import dumps
         from ray.exceptions import WorkerCrashedError
     except ModuleNotFoundError:
         raise ModuleNotFoundError("engine='ray' needs Ray: pip install 'plpkg[scale]'") from None
@@ -151,8 +151,8 @@ def _ray(
     if progress:
         first = next(chunks)
         chunks = itertools.chain([first], chunks)
-        sent = len(cloudpickle.dumps(learn))  # as Ray sends it
-        data = len(cloudpickle.dumps(first))
+        sent = len(dumps(learn))  # as Ray sends it
+        data = len(dumps(first))
         said = _cost(len(first), tasks, workers, sent, data)
         if started:
             said += " Ray starts first, which may take half a minute."

@@ -5,6 +5,7 @@ Within a model a tensor may have several rows for each example, or the same for 
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -26,7 +27,7 @@ def leaves(batch) -> list[torch.Tensor]:
     return found
 
 
-def examples(batch, index, of: int | None = None, but: Sequence[torch.Tensor] = ()):
+def examples(batch, index, of: int | None = None, but: Sequence[torch.Tensor] = ()) -> Any:
     """The batch of some of its examples: every tensor's first dimension is indexed alike.
 
     With ``of``, only tensors of that length are indexed, except those in ``but``, which all examples share.
@@ -55,21 +56,21 @@ def batch_size(batch) -> int:
         No tensors, or tensors that do not agree.
     """
     shapes = [tuple(leaf.shape) for leaf in leaves(batch)]
-    counts = {shape[0] if shape else None for shape in shapes}
-    if len(counts) != 1 or None in counts:
+    counts = {shape[0] for shape in shapes if shape}
+    if len(counts) != 1 or () in shapes:
         given = f"shapes {shapes}" if shapes else f"no tensor in a {type(batch).__name__}"
         raise ValueError(f"the tensors of a batch must have one first dimension in common, got {given}")
     return counts.pop()
 
 
-def numbered(users: torch.Tensor | Sequence[Hashable], count: int) -> torch.Tensor:
+def numbered(users: torch.Tensor | Iterable[Hashable], count: int) -> torch.Tensor:
     """Whose each of ``count`` examples is, ``(count,)``: users are numbered as they come first."""
     numbers: dict[Hashable, int] = {}
     names = named(users, count)
     return torch.tensor([numbers.setdefault(name, len(numbers)) for name in names], dtype=torch.int64)
 
 
-def named(users: torch.Tensor | Sequence[Hashable], count: int) -> list[Hashable]:
+def named(users: torch.Tensor | Iterable[Hashable], count: int) -> list[Hashable]:
     """Whose each of ``count`` examples is, by names that are equal where the user is the same.
 
     Raises
@@ -82,7 +83,7 @@ def named(users: torch.Tensor | Sequence[Hashable], count: int) -> list[Hashable
     shape = tuple(getattr(users, "shape", (count,)))
     if shape != (count,):
         raise ValueError(f"users must name whose each of {count} examples is, of shape ({count},), got {shape}")
-    names = users.tolist() if hasattr(users, "tolist") else list(users)
+    names = users.tolist() if isinstance(users, torch.Tensor) else list(users)
     names = [name.tolist() if hasattr(name, "tolist") else name for name in names]  # of a list of tensors the numbers
     if len(names) != count:
         raise ValueError(f"users must name whose each of {count} examples is, got {len(names)}")

@@ -44,11 +44,11 @@ class Clip:
 
     def __post_init__(self) -> None:
         one_of("clipping", self.kind, CLIPPINGS)
-        several = isinstance(self.max_grad_norm, (list, tuple))
+        norms = self.max_grad_norm
+        several = isinstance(norms, (list, tuple))
         if several and not self.local:
-            raise ValueError(f"max_grad_norm={self.max_grad_norm!r}: one for each layer needs clipping='per_layer'")
-        norms = self.max_grad_norm if several else [self.max_grad_norm]
-        for norm in norms:
+            raise ValueError(f"max_grad_norm={norms!r}: one for each layer needs clipping='per_layer'")
+        for norm in norms if several else [norms]:
             number("max_grad_norm", norm, open_low=True)
 
     @property
@@ -72,7 +72,7 @@ class Clip:
             ``max_grad_norm`` has one for each layer, but of another number of layers.
         """
         if not self.local:
-            return {"": self.max_grad_norm}
+            return {"": self.sensitivity}
         if not isinstance(self.max_grad_norm, Sequence):
             return dict.fromkeys(layers, self.max_grad_norm / math.sqrt(len(layers)))
         if len(self.max_grad_norm) != len(layers):
@@ -126,7 +126,8 @@ def clip_dense(gradients: Mapping[str, torch.Tensor], clip: Clip, groups: Mappin
     for name, gradient in gradients.items():
         factor = factors[group_of[name]].to(gradient.dtype)
         sums[name] = torch.tensordot(factor, gradient, dims=1)
-    norms = sum(squares.values()).sqrt()
+    first, *others = squares.values()
+    norms = sum(others, first).sqrt()
     return sums, norms
 
 

@@ -105,7 +105,7 @@ class RandomState:
 
     def __eq__(self, other: object) -> bool:
         """Whether the same would be drawn next."""
-        if self._python != other._python:
+        if not isinstance(other, RandomState) or self._python != other._python:
             return False
         mine = (*self._numpy, self._torch, *self._cuda)
         theirs = (*other._numpy, other._torch, *other._cuda)

@@ -1,5 +1,6 @@
 """The checkers of exercises in notebooks 05 and 10."""
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -84,7 +85,7 @@ def clipped_sum(function: object) -> Verdict:
     return check_function(function, cases, explanation, hint)
 
 
-def membership(function: object) -> Verdict:
+def membership(function: Callable | None) -> Verdict:
     """``function(own, public)``: how likely each note was learnt, ``(notes,)``, from two models' nats a token.
 
     Judged on 400 simulated notes: how hard a note is differs much more than what learning it gains.

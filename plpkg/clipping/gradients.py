@@ -204,14 +204,12 @@ class Watched:
                 look = copies(batch, count, tuple(leaves(batch)[place] for place in self.shared))
             beside = Projections(look.kept, look.seed) if look else None
             divided = _divided(losses, divisors)
-            sums, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners, beside=beside)
-        if look:
+            made, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners, beside=beside)
+        if look and beside:
             first = Made(losses[look.kept].detach(), beside, after)
             make = partial(self._made_again, count=count, divisors=divisors, look=look, before=before)
             check(first, make, look, batch)
-        for name, p in recorder.parameters.items():
-            if sums[name] is None:
-                sums[name] = zeros_for(p)
+        sums = {name: made[name] if name in made else zeros_for(p) for name, p in recorder.parameters.items()}
         return sums, norms, losses.detach()
 
     def _made_again(self, batch, *, count: int, divisors, look: Look, before: RandomState) -> Made:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import nn
@@ -31,7 +32,7 @@ Contributions = dict[str, Outer | torch.Tensor]
 class Call:
     """One call of a layer, seen from its backward pass."""
 
-    module: nn.Module
+    module: Any  # an nn.Module, of the kind that its rule is for
     wanted: tuple[str, ...]  # the names of its parameters that learn
     args: tuple
     kwargs: dict
@@ -210,7 +211,7 @@ class _Again:
 
     def _by_func(self, parameters, gradients, masks, inputs):
         """One example's, by ``torch.func``: this runs within ``vmap``."""
-        outputs, backward = vjp(lambda learning: self._forward(learning, masks, inputs), parameters)
+        outputs, backward, *_ = vjp(lambda learning: self._forward(learning, masks, inputs), parameters)
         (found,) = backward(self._as_given(gradients))
         return found, self._of_example(outputs)
 

@@ -7,6 +7,7 @@ What was measured comes as ``rows``: a case of ``benchmarks/clipping/costs.py``;
 import math
 import textwrap
 from collections.abc import Mapping
+from typing import Any
 
 from plpkg.clipping.checks.zoo import CHECKS
 from plpkg.clipping.memory.costs import Costs
@@ -43,7 +44,7 @@ def layer(batch: int, seq: int, read: int, written: int, ax=None):
     grams = f"Gram matrices\n$2 B\\, T^2$, {mib['grams']}"
     second = ("second\nbackward pass", "0.45")
     nothing = ("nothing more", "0.6")
-    rows = {
+    rows: dict[str, tuple[tuple[str, Any], ...]] = {  # texts and colours
         "per_sample": ((gradients, green), ("all $G_i$\n" + mib["G"], green), (r"$\sum_i c_i G_i$", green)),
         "fast": ((gradients, green), nothing, second),
         "ghost": ((grams, purple), nothing, second),

@@ -7,6 +7,7 @@ for one of them.
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -218,9 +219,9 @@ def merges(module: nn.Module) -> bool:
     return kind.__module__.startswith("peft.") and kind.__name__ in ("MultiheadAttention", "ParamWrapper")
 
 
-def _is_spectral(module: nn.Module) -> bool:
+def _is_spectral(module: Any) -> bool:
     """Whether a weight is divided by its largest singular value, by a parametrization or the older hook."""
-    computing = list(module._forward_pre_hooks.values())
+    computing: list[object] = list(module._forward_pre_hooks.values())
     if is_parametrized(module):
         for parametrizations in module.parametrizations.values():
             computing += parametrizations

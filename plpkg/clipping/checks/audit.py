@@ -18,6 +18,7 @@ Left out: the bound of f-DP (arXiv 2410.22235), canaries in a real data set, sev
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,7 +131,10 @@ def epsilon_lower_bound(correct: int, guesses: int, canaries: int, delta: float,
 
     # Whatever the weights of its terms, the p-value crosses a level below 1 only once, upwards: the binomial family
     # is totally positive, and the terms' function of W is first below the level and then above.
-    return 0.0 if excess(0.0) >= 0 else float(brentq(excess, 0.0, HIGHEST_EPSILON))
+    if excess(0.0) >= 0:
+        return 0.0
+    root: Any = brentq(excess, 0.0, HIGHEST_EPSILON)  # only with full_output is it a tuple
+    return float(root)
 
 
 def one_run_audit(scores, included, delta: float, confidence: float = 0.95) -> Audit:
@@ -261,15 +265,15 @@ def gaussian_audit(scores, included, delta: float, confidence: float = 0.95) -> 
     statistic = min(apart, HIGHEST_MU) / unit  # a smaller one contradicts less
 
     def excess(mu: float) -> float:
-        return nct.sf(statistic, freedom, mu / unit) - (1 - confidence)
+        return float(nct.sf(statistic, freedom, mu / unit)) - (1 - confidence)
 
-    mu = 0.0
+    mu: Any = 0.0
     if excess(0.0) < 0:
         high = statistic * unit
         while excess(high) < 0:
             high *= 2
-        mu = float(brentq(excess, 0.0, high))
-    return GaussianAudit(mu, gap, deviation, len(scores), delta, confidence)
+        mu = brentq(excess, 0.0, high)
+    return GaussianAudit(float(mu), gap, deviation, len(scores), delta, confidence)
 
 
 def _one_number_a_canary(scores, included) -> tuple[np.ndarray, np.ndarray]:
@@ -295,7 +299,7 @@ def canary_audit(
     confidence: float = 0.95,
     direction: Callable[..., Update] | None = None,
     bound: Callable = one_run_audit,
-) -> Audit | GaussianAudit:
+) -> Any:
     """Audit one step of a training, as one who sees the noisy update and knows the canaries.
 
     Parameters
@@ -315,6 +319,10 @@ def canary_audit(
         By default ``step``. A canary's score is the noisy update's component in that direction.
     bound
         The bound that is made of the scores: :func:`one_run_audit`, or :func:`gaussian_audit` for orthogonal canaries.
+
+    Returns
+    -------
+    What ``bound`` makes: an :class:`Audit` or a :class:`GaussianAudit`.
 
     Raises
     ------

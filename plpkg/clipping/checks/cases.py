@@ -141,5 +141,5 @@ def gradient(case: Case, sample: Batch) -> dict[str, torch.Tensor]:
     parameters = learning(model)
     inputs, target, *_ = sample
     loss = criterion(model(*inputs), target)
-    gradients = torch.autograd.grad(loss, parameters.values(), materialize_grads=True)
+    gradients = torch.autograd.grad(loss, tuple(parameters.values()), materialize_grads=True)
     return dict(zip(parameters, gradients, strict=True))

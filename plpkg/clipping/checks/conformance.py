@@ -227,7 +227,7 @@ def _sums(trial: Trial) -> str | None:
     if far <= ROUNDING:
         return None
     apart = {name: (trial.update[name] - wanted).norm().item() / limit for name, wanted in trial.wanted.items()}
-    worst = max(apart, key=apart.get)
+    worst = max(apart, key=apart.__getitem__)
     sentence = (
         f"the update is {far:.3g} C from the sum of the clipped gradients, farthest in {worst} ({apart[worst]:.3g} C)"
     )

@@ -22,6 +22,7 @@ a sentence a check, and is skipped with what was refused. Without the option not
 
 import inspect
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 
@@ -78,7 +79,7 @@ def pytest_pycollect_makeitem(collector, name: str, obj: object):
     from plpkg.clipping.checks.cases import Case
 
     given = getattr(collector.obj, "cases", conformance.cases)
-    cases = given() if callable(given) else given
+    cases: Any = given() if callable(given) else given
     cases = list(cases) if isinstance(cases, Iterable) else [cases]
     if not callable(given) or not all(isinstance(case, Case) for case in cases):
         raise collector.CollectError(f"{collector.path.name}: cases must be a function that gives cases, got {given!r}")

@@ -88,7 +88,12 @@ class Sensitivity(Tabular):
 
 
 def check_sensitivity(
-    step: Callable[..., Update], batch, max_grad_norm: float, *, users: Sequence | None = None, tolerance: float = 1e-4
+    step: Callable[..., Update],
+    batch,
+    max_grad_norm: float,
+    *,
+    users: Sequence | torch.Tensor | None = None,
+    tolerance: float = 1e-4,
 ) -> Sensitivity:
     """Take each example away from a batch, and take each alone; or each user, with all examples of that user.
 
@@ -146,7 +151,7 @@ def check_sensitivity(
     )
 
 
-def members_of(users: Sequence, count: int) -> dict[object, torch.Tensor]:
+def members_of(users: Sequence | torch.Tensor, count: int) -> dict[object, torch.Tensor]:
     """By user, in the order in which they come: which of ``count`` examples are that user's, ``(batch,)`` of bool."""
     ids = named(users, count)
     members = {}

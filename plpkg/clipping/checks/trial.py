@@ -138,8 +138,10 @@ class Trial:
                 return  # a micro-batch that is not the last
             update = {}
             for name, p in now.items():
-                has_gradient = id(p) in theirs and p.grad is not None
-                update[name] = p.grad.detach() * scale if has_gradient else torch.zeros_like(p)
+                if id(p) in theirs and p.grad is not None:
+                    update[name] = p.grad.detach() * scale
+                else:
+                    update[name] = torch.zeros_like(p)
             updates.append(update)
 
         hooks = register_optimizer_step_pre_hook(before_step), register_optimizer_step_post_hook(after_step)
@@ -217,6 +219,7 @@ class Trial:
     def without(self) -> tuple[str, Batch, Update]:
         """Who moves the update farthest by leaving, the batch of the others, and its update."""
         kind = "example" if self.case.users is None else "user"
+        found = ("nobody", self.case.sample, self.update)
         farthest = -math.inf
         for name, which in self.units.items():
             rest = examples(self.case.sample, ~which)

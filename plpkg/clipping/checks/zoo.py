@@ -144,7 +144,7 @@ def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
         The audits'.
     """
     step = Trial(opacus, case).step
-    audits = canary_audit(
+    one_run, gaussian = canary_audit(
         Trial(opacus, canaries).step, canaries.batch, MAX_GRAD_NORM, NOISE_MULTIPLIER, DELTA, seed,
         direction=lambda batch: gradient(canaries, batch),
         bound=lambda *scores: (one_run_audit(*scores), gaussian_audit(*scores)),
@@ -155,7 +155,8 @@ def examine(case: Case, canaries: Case, *, seed: int = 0) -> Finding:
         _verdict(case),
         _deviation(case, step(case.batch)),
         check_sensitivity(step, case.batch, MAX_GRAD_NORM),
-        *audits,
+        one_run,
+        gaussian,
         gaussian_epsilon(NOISE_MULTIPLIER, DELTA),
     )
 
@@ -189,7 +190,7 @@ def replayed(checked: int, canaries: int, *, seed: int = 0) -> Finding:
     few = case(checked)
     many = case(canaries)
     step = Trial(opacus, few).step
-    audits = canary_audit(
+    one_run, gaussian = canary_audit(
         lambda batch: {"difference": difference(opacus, many, batch)}, many.batch, MAX_GRAD_NORM, 0.0, DELTA, seed,
         direction=lambda batch: gradient(many, batch),
         bound=lambda *scores: (one_run_audit(*scores), gaussian_audit(*scores)),
@@ -201,7 +202,8 @@ def replayed(checked: int, canaries: int, *, seed: int = 0) -> Finding:
         "exact" if noise.norm() > MAX_GRAD_NORM else "draws the same noise",
         _deviation(few, step(few.batch)),
         check_sensitivity(step, few.batch, MAX_GRAD_NORM),
-        *audits,
+        one_run,
+        gaussian,
         gaussian_epsilon(NOISE_MULTIPLIER, DELTA),  # a release of nobody, with noise of its own, would add nothing
     )
 
@@ -274,6 +276,8 @@ def _verdict(case: Case) -> str:
         moved = check_sensitivity(step, case.batch, MAX_GRAD_NORM)
     except RefusalError as refusal:
         return f"refuses: {refusal}"
+    if deviation is None:
+        return "wrong: it takes a model that mixes examples"
     if deviation <= PARITY and moved.ok:
         return "exact"
     return f"wrong: {deviation:.3g} C off, one example moves {moved.worst:.3g} C"

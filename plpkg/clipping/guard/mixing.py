@@ -180,7 +180,7 @@ class Guard:
                 self._shapes.add(shape)
                 self._new = True
 
-    def verify(self, losses: torch.Tensor, passing: Callable[[object], AbstractContextManager]) -> None:
+    def verify(self, losses: torch.Tensor, passing: Callable[..., AbstractContextManager]) -> None:
         """Some of the losses, ``(batch,)``, go backward alone where there is something to look at.
 
         Parameters
@@ -290,7 +290,7 @@ def state(model: nn.Module, *, contents: bool = False) -> list[tuple]:
     for module in modules:
         # PEFT puts these together and takes them apart in each forward pass, which says nothing of examples.
         if merges(module):
-            merged.update(module.base_layer.modules())
+            merged.update(module.get_submodule("base_layer").modules())
     found = []
     for module in modules:
         if module in merged:

@@ -233,8 +233,13 @@ def _rows(one: list[_LayerCall], two: list[_LayerCall]) -> set[Rows]:
     """The rows of a layer that was called so for one example and for two; none if a call says nothing."""
     if len(one) != len(two):
         return set()
-    rows = {_rows_of_call(alone, both) for alone, both in zip(one, two, strict=True)}
-    return set() if None in rows else rows
+    rows = set()
+    for alone, both in zip(one, two, strict=True):
+        of_call = _rows_of_call(alone, both)
+        if of_call is None:
+            return set()
+        rows.add(of_call)
+    return rows
 
 
 def _rows_of_call(alone: _LayerCall, both: _LayerCall) -> Rows | None:

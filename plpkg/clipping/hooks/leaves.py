@@ -21,13 +21,13 @@ def stand_ins(model: nn.Module, learning: Mapping[str, nn.Parameter]) -> Iterato
     by_id: dict[int, nn.Parameter] = {}
     for name, p in learning.items():
         leaf = nn.Parameter(p.detach())
-        leaf.__dict__.update(p.__dict__)
+        vars(leaf).update(vars(p))
         leaves[name] = leaf
         by_id[id(p)] = leaf
     places: list[tuple[nn.Module, str, nn.Parameter]] = []
     for module in modules_of(model):
         for name, p in module._parameters.items():
-            if id(p) in by_id:
+            if p is not None and id(p) in by_id:
                 places.append((module, name, p))
     try:
         for module, name, p in places:

@@ -107,7 +107,7 @@ class NormPass:
             self._settle(key)
         count = len(losses) if self._members is None else len(self._members)
         norms = losses.new_zeros(count)
-        squares = [group.square for group in (*self._open, *self._closed)]
+        squares = [group.square for group in (*self._open, *self._closed) if group.square is not None]
         if squares:
             norms = sum(squares[1:], squares[0]).sqrt()
         check_finite(norms, 0, count)
@@ -150,6 +150,7 @@ class NormPass:
 
     def _close(self, group: ClipGroup) -> None:
         """The norm that a group is scaled by is known: add up what was kept of it."""
+        assert group.square is not None  # that of an open group's first parameter
         self._open.remove(group)
         self._closed.append(group)
         scale = self._clip.factors(group.square, group.limit)
@@ -158,7 +159,7 @@ class NormPass:
 
     def _of_users(self, part: Outer | torch.Tensor) -> Outer | torch.Tensor:
         """The gradients of users, made of their examples'."""
-        if self._members is None:
+        if self._members is None or self._owners is None:
             return part
         if isinstance(part, Outer):
             return part.of_users(self._members)

@@ -222,7 +222,7 @@ class Recorder:
         *,
         owners: torch.Tensor | None = None,
         beside: Projections | None = None,
-    ) -> tuple[dict[str, torch.Tensor | None], torch.Tensor]:
+    ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
         """The sum of the clipped gradients, from one loss an example.
 
         Parameters
@@ -241,7 +241,7 @@ class Recorder:
         Returns
         -------
         (sums, norms)
-            By parameter, in its shape, ``None`` where no gradient came; the norms before clipping, ``(batch,)`` or
+            By parameter to which a gradient came, in its shape; the norms before clipping, ``(batch,)`` or
             ``(users,)``.
 
         Raises
@@ -269,7 +269,7 @@ class Recorder:
                     scale = scale[owners.to(scale.device)]  # (batch,): each example has its user's
                 with self.passing(SumPass(scale, sums)):
                     losses.sum().backward()
-            return {key: sums.get(key) for key in self.parameters}, norms
+            return sums, norms
 
     def projected(self, losses: torch.Tensor, projections: Projections) -> None:
         """A backward pass for the gradient of one example."""

@@ -21,6 +21,7 @@ class Pass(Protocol):
 
     def wanted(self, site: Site) -> tuple[str, ...]:
         """The site's parameters that are asked for, by their names in the layer; for none it does not report."""
+        ...
 
     def report(self, site: Site, call: Call, precision: torch.autocast) -> None:
         """Take a call of the site, from which the gradients follow; ``precision`` is that of the forward pass."""

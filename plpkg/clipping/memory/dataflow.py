@@ -164,7 +164,7 @@ def emulate(
     return StepMemory(execution, batch, widths, steps[0].parts_bytes)
 
 
-def checked_widths(widths: tuple[int, ...]) -> tuple[int, ...]:
+def checked_widths(widths: Iterable[int]) -> tuple[int, ...]:
     """The widths of a network with at least one layer. Raises ``ValueError`` otherwise."""
     given = widths if isinstance(widths, Iterable) else [widths]
     widths = tuple(whole_number("widths", width, 1) for width in given)

@@ -19,6 +19,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from decimal import Decimal
+from typing import Any
 
 import torch
 
@@ -82,7 +83,8 @@ def figure_and_tolerance(printed: str) -> tuple[float, float]:
     if unit not in _IN_MB or not digits.replace(".", "", 1).isdecimal():
         raise ValueError(f"a printed figure must be a number with MB, GB or no unit, or OOM, got {printed!r}")
     value = Decimal(digits)
-    half_unit = Decimal(5).scaleb(value.as_tuple().exponent - 1)
+    decimals = len(digits.partition(".")[2])
+    half_unit = Decimal(5).scaleb(-decimals - 1)
     return float(value * _IN_MB[unit]), float(half_unit * _IN_MB[unit])
 
 
@@ -144,9 +146,10 @@ class _Classifier(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        from transformers import BertConfig, BertForSequenceClassification
+        from transformers import AutoConfig, BertForSequenceClassification
 
-        self.bert = BertForSequenceClassification(BertConfig(num_labels=3, attn_implementation="eager"))
+        config: Any = AutoConfig.for_model("bert", num_labels=3, attn_implementation="eager")
+        self.bert: Any = BertForSequenceClassification(config)  # whose pooler may be None, says its annotation
         self.bert.requires_grad_(False)
         for part in (self.bert.bert.encoder.layer[-1], self.bert.bert.pooler, self.bert.classifier):
             part.requires_grad_(True)
@@ -202,13 +205,15 @@ def opacus_step(task: PublishedTask, execution: str) -> Callable[[MemoryTimeline
         criterion = copy.copy(task.criterion)
         timeline.track(model)
         optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
-        private = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(inputs))
+        private: dict[str, Any] = dict(noise_multiplier=1.0, max_grad_norm=1.0, expected_batch_size=len(inputs))
         if execution == "hooks":
             model = GradSampleModule(model)
             optimizer = DPOptimizer(optimizer, **private)
         elif execution != "sgd":
             model = GradSampleModuleFastGradientClipping(
-                model, max_grad_norm=1.0, use_ghost_clipping=execution == "ghost"
+                model,
+                max_grad_norm=1.0,  # pyright: ignore[reportArgumentType] (an int, says Opacus)
+                use_ghost_clipping=execution == "ghost",
             )
             optimizer = DPOptimizerFastGradientClipping(optimizer, **private)
             criterion = DPLossFastGradientClipping(model, optimizer, criterion)
@@ -261,8 +266,8 @@ def synthetic_table():
     settings = set(zip(table["batch"], table["method"], strict=True))
     steps = {(batch, method): emulate(method, batch) for batch, method in settings}
     computed = []
-    for row in table.itertuples():
-        computed.append(steps[row.batch, row.method].increase_bytes(row.phase) / MIB)
+    for batch, method, phase in zip(table["batch"], table["method"], table["phase"], strict=True):
+        computed.append(steps[batch, method].increase_bytes(phase) / MIB)
     table["computed_mib"] = computed
     close = (table["computed_mib"] - table["reported_mib"]).abs() <= table["tolerance_mib"]
     table["matches"] = close | (table["reported_mib"].isna() & (table["computed_mib"] > P100_MIB))

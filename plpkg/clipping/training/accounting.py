@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 from opacus.accountants import IAccountant, create_accountant
 from scipy.optimize import brentq
@@ -78,8 +79,17 @@ class Mechanism:
             max_grad_norm=norm(step) if callable(norm) else norm,
         )
 
+    @property
+    def sigma(self) -> float:
+        """The noise multiplier, of a mechanism that has a number for it: see :meth:`at`."""
+        if callable(self.noise_multiplier):
+            raise ValueError("σ is a function of the step: ask at(step)")
+        return self.noise_multiplier
+
     @cached_property
     def clip(self) -> Clip:
+        if callable(self.max_grad_norm):
+            raise ValueError("C is a function of the step: ask at(step)")
         return Clip(self.max_grad_norm, self.clipping)
 
     def steps_within(self, epsilon: float, delta: float, first: int = 0, before: Sequence[Spent] = ()) -> int:
@@ -199,7 +209,8 @@ def gaussian_epsilon(noise_multiplier: float, delta: float) -> float:
     high = 1.0
     while excess(high) > 0:
         high *= 2
-    return float(brentq(excess, 0.0, high))
+    root: Any = brentq(excess, 0.0, high)  # only with full_output is it a tuple
+    return float(root)
 
 
 def noise_for(

@@ -49,7 +49,7 @@ class Budget:
         """The mechanism of the next step, the same until the step is spent."""
         if self._now is None:
             self._now = self.mechanism.at(self.steps)
-            if self._limit and self._now.noise_multiplier != float(self._planned_sigma(self.steps)):
+            if self._limit and self._now.sigma != float(self._planned_sigma(self.steps)):
                 self._plan()
         return self._now
 
@@ -62,7 +62,7 @@ class Budget:
 
     def spend(self) -> None:
         """Write down the step that is about to be released."""
-        self.life.spend(self.now.noise_multiplier, self.mechanism.sample_rate)
+        self.life.spend(self.now.sigma, self.mechanism.sample_rate)
         self.steps += 1
         self.life.steps = self.steps
         self._now = None
@@ -73,7 +73,7 @@ class Budget:
         self._planned_beside = self._steps_of_others()
         self._planned_sigmas: dict[int, float] = {}  # by step
         if self._now is not None:
-            self._planned_sigmas[self.steps] = self._now.noise_multiplier
+            self._planned_sigmas[self.steps] = self._now.sigma
         if self._limit is None:
             self.max_steps = math.inf
             return

@@ -58,7 +58,7 @@ class GivenGradients:
             look = copies(batch, count)
         before = RandomState() if look else None
         gradients, losses = self._gradients(batch, count)
-        if look:
+        if look and before:
             self._look(batch, count, look, gradients, before)
         for name, g in gradients.items():
             if divisors is not None:

@@ -1,7 +1,7 @@
 """The steps released from a model's parameters, by all private trainings of this process that they took part in."""
 
 import secrets
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
 import torch
@@ -83,10 +83,10 @@ class Ledger:
         self._lives |= other._lives
         other._lives = self._lives
 
-    def begin_with(self, spent: list[Spent]) -> None:
+    def begin_with(self, spent: Sequence[Spent]) -> None:
         """Count what was released elsewhere."""
         steps = sum(count for *_, count in spent)
-        self.record(Life(self._next_number(), steps=steps, spent=spent))
+        self.record(Life(self._next_number(), steps=steps, spent=list(spent)))
 
     def record(self, life: Life) -> None:
         """A life begins, or a step of it is about to be released."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -80,7 +81,7 @@ class Within(CheckedLosses):
     """A losses function that is called within a context: autocast, say."""
 
     losses: Callable
-    context: Callable[[], AbstractContextManager]
+    context: Callable[..., AbstractContextManager]
 
     def __call__(self, model: nn.Module, batch) -> torch.Tensor:
         with self.context():
@@ -93,7 +94,7 @@ class Within(CheckedLosses):
                 self.losses.check(model, batch)
 
 
-def _loss(model: nn.Module, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+def _loss(model: Any, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """A model's loss function of one example; 0 where no label counts, whose mean is 0/0."""
     sizes = dict(config=model.config, vocab_size=getattr(model.config, "vocab_size", None))
     loss = model.loss_function(logits=logits, pooled_logits=logits, labels=labels, **sizes)

@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 import torch
 
-from plpkg.clipping.clip import Clip
 from plpkg.clipping.execution import EXECUTIONS, LOOP
 from plpkg.clipping.gradients import Watched
 from plpkg.clipping.hooks.recorder import Recorder
@@ -185,8 +184,11 @@ def make_private(
         )
     if epochs is not None:
         whole_number("epochs", epochs, 1)
-    if max_epsilon is not None and target_delta is None:
-        raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
+    limit = None
+    if max_epsilon is not None:
+        if target_delta is None:
+            raise ValueError(f"max_epsilon={max_epsilon!r} needs a target_delta")
+        limit = (max_epsilon, target_delta)
     before = entries_of(spent)
     randomness = Randomness(seed, secure=secure)
     processes = Processes()
@@ -199,18 +201,18 @@ def make_private(
     else:
         if sample_rate is not None:
             raise ValueError("sample_rate follows from the dataset and batch_size: leave it out")
-        limit = 1 if executed is LOOP else max_physical_batch_size
-        sampled = _sampling_of(dataset, batch_size, users, limit, randomness, processes)
+        most = 1 if executed is LOOP else max_physical_batch_size
+        sampled = _sampling_of(dataset, batch_size, users, most, randomness, processes)
     samples = sampled.samples
     sigma = _sigma(
         noise_multiplier, target_epsilon, target_delta, epochs, sampled.rate, sampled.steps_per_epoch, accountant
     )
-    number_of_users = None if users is None else len(samples.members)
+    number_of_users = None if users is None or samples is None else len(samples.members)
     mechanism = Mechanism(accountant, sigma, sampled.rate, max_grad_norm, clipping, number_of_users)
     first = mechanism.at(0)
-    Clip(first.max_grad_norm, clipping)  # refuses what it cannot clip to
+    clip = first.clip  # refuses what it cannot clip to
     recorder = Recorder(model, alone=executed is LOOP or per_example is not None)
-    first.clip.limits(list(dict.fromkeys(recorder.layers.values())))
+    clip.limits(list(dict.fromkeys(recorder.layers.values())))
     settings = asdict(first)
     settings["number of examples"] = samples and len(samples.members)
     settings["batch"] = sampled.expected
@@ -229,11 +231,11 @@ def make_private(
         randomness,
         processes,
         epochs,
-        None if max_epsilon is None else (max_epsilon, target_delta),
+        limit,
         before,
     )
-    if private.done:
-        beside = f", beside ε={private.epsilon(target_delta):.4g} before" if private.accountant.history else ""
+    if limit and private.done:
+        beside = f", beside ε={private.epsilon(limit[1]):.4g} before" if private.accountant.history else ""
         raise ValueError(f"max_epsilon={max_epsilon!r} is less than the first step spends{beside}")
     return private
 
@@ -253,9 +255,8 @@ def _own_sampling(sample_rate: float, batch_size: float) -> _Sampling:
     return _Sampling(None, sample_rate, math.ceil(1 / sample_rate), expected)
 
 
-def _sampling_of(dataset, batch_size, users, limit: int | None, randomness, processes) -> _Sampling:
+def _sampling_of(dataset, batch_size, users, most: int | None, randomness, processes) -> _Sampling:
     loader = sampling.loader_of(dataset, batch_size)
-    most = limit or len(loader.dataset)
     samples = sampling.Samples(loader, users, most, randomness, processes)
     expected = len(samples.members) * samples.rate
     return _Sampling(samples, samples.rate, samples.steps, expected)
@@ -296,7 +297,7 @@ def _check(model, optimizer, losses: Callable | None, per_example: Callable | No
         raise ValueError(f"the optimizer has {len(foreign)} parameters that are not the model's")
 
 
-def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant) -> float:
+def _sigma(noise_multiplier, target_epsilon, target_delta, epochs, sample_rate, steps, accountant) -> float | Callable:
     if (noise_multiplier is None) == (target_epsilon is None):
         raise ValueError(
             f"give noise_multiplier or target_epsilon, got noise_multiplier={noise_multiplier!r} and "

@@ -176,7 +176,7 @@ class Private:
     @property
     def noise_multiplier(self) -> float:
         """The noise multiplier σ of the next step, in units of C."""
-        return self.now.noise_multiplier
+        return self.now.sigma
 
     @property
     def now(self) -> Mechanism:
@@ -361,7 +361,7 @@ class Private:
     def _add_noise(self, sums: dict[str, torch.Tensor]) -> None:
         """Noise, once for all processes, and the sum over them."""
         now = self.now
-        std = now.noise_multiplier * now.clip.sensitivity
+        std = now.sigma * now.clip.sensitivity
         if std and self._processes.rank == 0:
             self._randomness.add_noise(sums, std, self.steps)
         self._processes.sum(sums)
@@ -369,7 +369,7 @@ class Private:
     def _spend(self, sample: Sample | list) -> None:
         """Write down the step that is about to be released."""
         self._budget.spend()
-        if self._samples:
+        if self._samples and isinstance(sample, Sample):
             self._samples.use(sample)
 
     def _update(self, sums: dict[str, torch.Tensor]) -> None:

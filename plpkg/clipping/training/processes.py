@@ -63,7 +63,8 @@ class Processes:
         if self.count > 1:
             under_way = [distributed.all_reduce(part, async_op=True) for part in parts.values()]
             for work in under_way:
-                work.wait()
+                if work is not None:  # as it is to who is not in the group
+                    work.wait()
         return parts
 
 

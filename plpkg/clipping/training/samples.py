@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from dataclasses import dataclass, field
 from itertools import chain
 from random import SystemRandom
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -103,7 +104,7 @@ class Samples:
     users
         Whose each example is, or ``None``.
     limit
-        The most examples of a piece.
+        The most examples of a piece; ``None``: all.
     randomness
         Where the samples come from.
     processes
@@ -123,11 +124,12 @@ class Samples:
         self,
         loader: DataLoader,
         users: Sequence[Hashable] | torch.Tensor | None,
-        limit: int,
+        limit: int | None,
         randomness: Randomness,
         processes: Processes,
     ) -> None:
-        count = len(loader.dataset)
+        everything: Any = loader.dataset
+        count = len(everything)
         self.names = None if users is None else named(users, count)
         keys = range(count) if self.names is None else self.names
         members: dict[Hashable, list[int]] = {}
@@ -136,7 +138,7 @@ class Samples:
         self.members = members
         self.steps = len(loader)
         self.rate = 1 / self.steps
-        self._limit = limit
+        self._limit = limit or count
         self._randomness = randomness
         self._processes = processes
         self._drawn: dict[int, tuple[Sample, tuple[Piece, ...]]] = {}
@@ -157,7 +159,7 @@ class Samples:
             pieces = tuple(self._pieces(ours))
             users = None
             if self.names is not None:
-                users = tuple(chain.from_iterable(piece.users for piece in pieces))
+                users = tuple(chain.from_iterable(piece.users or () for piece in pieces))
             sample = Sample(number, pieces, users, self._collated)
             self._drawn[number] = (sample, pieces)
         sample, _ = self._drawn[number]
@@ -197,7 +199,7 @@ class Samples:
 
     def _fetch(self, number: int) -> Iterator:
         like = self._loader
-        workers = dict(prefetch_factor=like.prefetch_factor) if like.num_workers else {}
+        workers: dict[str, Any] = dict(prefetch_factor=like.prefetch_factor) if like.num_workers else {}
         return iter(
             DataLoader(
                 like.dataset,
@@ -239,7 +241,7 @@ class Samples:
         return Piece(tuple(indices), users, goes_on)
 
 
-def _indices(samples: weakref.ref, number: int) -> Iterator[list[int]]:
+def _indices(samples: Callable[[], Any], number: int) -> Iterator[list[int]]:
     while True:
         for piece in samples().sample(number).pieces:
             yield list(piece.indices)
@@ -293,7 +295,7 @@ def _others_around(count: int, by_half: bool) -> tuple[int, list[int]]:
     return kept, among
 
 
-def own_parts(batches: list, users: Iterable[Hashable] | torch.Tensor | None) -> Iterator[Part]:
+def own_parts(batches: object, users: Iterable[Hashable] | torch.Tensor | None) -> Iterator[Part]:
     """The parts of a sample that somebody else has drawn; ``users`` are those of all batches.
 
     Raises
@@ -333,13 +335,14 @@ def loader_of(dataset, batch_size: int | None) -> DataLoader:
         return _loader_of_examples(dataset, batch_size)
     if batch_size is not None:
         raise ValueError(f"the data loader has a batch_size, {dataset.batch_size}: leave batch_size={batch_size} out")
-    if isinstance(dataset.dataset, IterableDataset):
-        kind = type(dataset.dataset).__name__
+    examples: Any = dataset.dataset
+    if isinstance(examples, IterableDataset):
+        kind = type(examples).__name__
         raise ValueError(f"Poisson sampling needs examples by number, got the data loader of a {kind}")
     sampler = dataset.sampler
     is_ordinary = isinstance(sampler, (SequentialSampler, RandomSampler))
     replaces = getattr(sampler, "replacement", False)
-    if not is_ordinary or replaces or len(sampler) != len(dataset.dataset):
+    if not is_ordinary or replaces or len(sampler) != len(examples):
         raise ValueError(
             f"the data loader samples with a {type(sampler).__name__} of its own; Poisson sampling takes its place, "
             "from all examples: give a torch.utils.data.Subset for some of them (and to each of several processes the "
@@ -348,7 +351,7 @@ def loader_of(dataset, batch_size: int | None) -> DataLoader:
     if dataset.batch_size is None:
         raise ValueError("the data loader must have a batch_size, which becomes the expected one")
     if len(dataset) == 0:
-        raise ValueError(f"the data loader gives no batch from {len(dataset.dataset)} examples")
+        raise ValueError(f"the data loader gives no batch from {len(examples)} examples")
     return dataset
 
 

@@ -5,6 +5,7 @@ import math
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -46,6 +47,8 @@ class PrivateTrainer(Trainer):
         Arguments that have no meaning here.
     """
 
+    private: Private  # once train was called
+
     def __init__(
         self,
         model=None,
@@ -61,13 +64,17 @@ class PrivateTrainer(Trainer):
         super().__init__(model, args, **more)
         self._make_private = private
         self._losses = losses
-        self.private = None
+        self.private = None  # pyright: ignore[reportAttributeAccessIssue]
 
     def get_train_dataloader(self) -> "Epochs":
         """The samples, an epoch at a time."""
+        if self.train_dataset is None:
+            raise ValueError("a training needs a train_dataset")
         args = self.args
         collate = self._get_collator_with_removed_columns(self.data_collator, description="training")
-        workers = dict(prefetch_factor=args.dataloader_prefetch_factor) if args.dataloader_num_workers else {}
+        workers: dict[str, Any] = {}
+        if args.dataloader_num_workers:
+            workers["prefetch_factor"] = args.dataloader_prefetch_factor
         loader = DataLoader(
             self.train_dataset,
             batch_size=self.get_total_train_batch_size(args),
@@ -108,18 +115,18 @@ class PrivateTrainer(Trainer):
             self.optimizer = self.optimizer._optimizer
         self.create_optimizer()
         self.create_scheduler(num_training_steps=max_steps)
-        losses = Within(self._losses or OwnLosses(self.model), self.accelerator.autocast)  # of bf16=True
+        model: Any = self.model
+        losses = Within(self._losses or OwnLosses(model), self.accelerator.autocast)  # of bf16=True
         epochs = max(1, math.ceil(max_steps / len(train_dataloader)))
-        self.model.train()
-        self.private: Private = self._make_private(
-            self.model, self.optimizer, train_dataloader.loader, losses, epochs=epochs
-        )
+        model.train()
+        self.private = self._make_private(model, self.optimizer, train_dataloader.loader, losses, epochs=epochs)
         self._load_optimizer_and_scheduler(resume_from_checkpoint)
         self.optimizer = Stepped(self.optimizer)
+        handler: Any = self.callback_handler
         for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(self.callback_handler, name, getattr(self, name))
-        self.callback_handler.train_dataloader = train_dataloader
-        return self.model, train_dataloader
+            setattr(handler, name, getattr(self, name))
+        handler.train_dataloader = train_dataloader
+        return model, train_dataloader
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

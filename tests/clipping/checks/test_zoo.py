@@ -167,3 +167,9 @@ def test_the_same_each_time_and_nobody_else_s_random_numbers():
         for name, update in once.items():
             torch.testing.assert_close(update, again[name], rtol=0, atol=0)
     assert torch.equal(before, torch.get_rng_state())
+
+
+def test_who_takes_a_model_that_mixes_examples_is_wrong(monkeypatch):
+    monkeypatch.setattr(module, "_deviation", lambda case, update: None)  # the definition refuses it
+    (case,) = [case for case in specimens(CHECKED) if case.name == "padding_idx"]
+    assert module._verdict(case) == "wrong: it takes a model that mixes examples"

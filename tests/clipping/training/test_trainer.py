@@ -170,3 +170,8 @@ def test_a_trainer_with_losses_of_its_own(tmp_path):
         trainer.train()
     assert all(one.private.steps == other.private.steps for one, other in itertools.pairwise(made))
     assert not torch.equal(*(flat(trainer.model) for trainer in made))
+
+
+def test_a_training_without_data_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="needs a train_dataset"):
+        PrivateTrainer(llama(), arguments(tmp_path), private=GUARD).train()
