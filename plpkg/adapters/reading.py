@@ -107,7 +107,7 @@ def inspect(
     base = base_of(model)
     limits = _limits(limits)
     with refusing():
-        check_files(config, header, size, base, limits)
+        check_files(bytes(config), header, size, base, limits)
 
 
 def require_fit(adapter: Adapter, model: torch.nn.Module) -> None:

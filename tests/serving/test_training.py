@@ -13,7 +13,9 @@ from plpkg.clipping.checks.sensitivity import check_sensitivity
 from plpkg.clipping.clip import Clip, clip_dense
 from plpkg.corpora import Tokens, batch
 from plpkg.residual import PrivateLoraConfig
+from plpkg.serving import training
 from plpkg.serving.engine import Engine, Request
+from plpkg.serving.slots import Hooks
 from plpkg.serving.training import per_person_gradients, train_many
 
 from rounding import assert_as_exact, assert_close
@@ -387,3 +389,20 @@ def test_clipped_by_person_nobody_moves_the_sum_by_more(broken, kind, tools):
     result = check_sensitivity(step, ids, norm)
     assert result.ok is not broken
     assert result.worst > 0.99
+
+
+def test_a_batch_of_people_reads_the_same_without_gradients(tools):
+    model = tools.backbone()
+    (stack,), _ = training._stacks(model, dict.fromkeys(("ann", "bob"), lora()), 0)
+    with torch.no_grad():
+        for up in stack.leaves[1::2]:  # zero as they begin
+            up.normal_()
+    ids = torch.stack(tools.texts(6, 6))
+    texts = [training._Text(row[None], row[None]) for row in ids]
+    hooks = Hooks(model, stack.scales)
+    with hooks.batch(stack.group(slice(0, 2), texts)):
+        with_gradients = model(ids).logits.detach()
+        with torch.no_grad():
+            without = model(ids).logits
+    hooks.close()
+    assert_close(without, with_gradients, TERMS)
