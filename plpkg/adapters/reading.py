@@ -77,7 +77,10 @@ def load_adapter(path: str | Path, model: torch.nn.Module) -> Adapter:
 
 
 def read_adapter(
-    config: bytes, weights: bytes, model: torch.nn.Module, limits: str | AdapterLimits | None = None
+    config: bytes | bytearray,
+    weights: bytes | bytearray,
+    model: torch.nn.Module,
+    limits: str | AdapterLimits | None = None,
 ) -> Adapter:
     """Check an adapter from the bytes of its two files, as :func:`validate_adapter` does.
 
@@ -92,7 +95,11 @@ def read_adapter(
 
 
 def inspect(
-    config: bytes, header: bytes, size: int, model: torch.nn.Module, limits: str | AdapterLimits | None = None
+    config: bytes | bytearray,
+    header: bytes,
+    size: int,
+    model: torch.nn.Module,
+    limits: str | AdapterLimits | None = None,
 ) -> None:
     """Check what can be known of an adapter before its values are there.
 

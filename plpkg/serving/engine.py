@@ -22,7 +22,7 @@ from plpkg.adapters import Adapter, load_adapter, require_fit, targets
 from plpkg.decoding import longest_text
 from plpkg.fingerprints import stamp
 from plpkg.serving.attention import KeyValues, Row, read
-from plpkg.serving.packing import require_packable
+from plpkg.serving.packing import require_packable, vocabulary
 from plpkg.serving.plan import plan
 from plpkg.serving.prefixes import Prefixes
 from plpkg.serving.requests import Request, Running, Scored
@@ -99,7 +99,7 @@ class Engine:
         for adapter in self.adapters.values():
             require_fit(adapter, model)
         require_packable(model, self.max_step_tokens)
-        self._vocab = model.get_input_embeddings().num_embeddings
+        self._vocab = vocabulary(model)
         self._positions = longest_text(model.config, self.max_model_len)
         self._hooks = Hooks(model, modules)
         self._unhook = weakref.finalize(self, self._hooks.close)

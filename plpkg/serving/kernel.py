@@ -13,6 +13,7 @@ interpreter and compiled for two GPUs, but not run on any in CI.
 
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -21,10 +22,10 @@ AVAILABLE = find_spec("triton") is not None
 
 
 @cache
-def _jitted():  # on first use: Triton takes half a second to import, and reads TRITON_INTERPRET then
+def _jitted() -> Any:  # on first use: Triton takes half a second to import, and reads TRITON_INTERPRET then
     global tl, triton
-    import triton
-    import triton.language as tl
+    import triton  # pyright: ignore[reportMissingImports] (for GPUs only)
+    import triton.language as tl  # pyright: ignore[reportMissingImports]
 
     @triton.jit
     def segmented_product(

@@ -3,6 +3,8 @@
 W + scale · B A is the model that the adapter makes, at no cost for a token; another adapter first needs this one gone.
 """
 
+from typing import Any
+
 import torch
 
 from plpkg.adapters import Adapter, Factors, require_fit
@@ -36,7 +38,7 @@ def unmerge(model: torch.nn.Module, adapter: Adapter) -> None:
 @torch.no_grad()
 def _add(model: torch.nn.Module, adapter: Adapter, sign: int) -> None:
     require_fit(adapter, model)
-    modules = {path: model.get_submodule(path) for path in adapter.factors}
+    modules: dict[str, Any] = {path: model.get_submodule(path) for path in adapter.factors}
     for path, module in modules.items():
         if not module.weight.is_floating_point():
             raise ValueError(f"{adapter} cannot be merged: the weight of {path} is quantised")
@@ -50,7 +52,7 @@ def _add(model: torch.nn.Module, adapter: Adapter, sign: int) -> None:
         weight += _delta(module, adapter.factors[path], sign)
 
 
-def _delta(module: torch.nn.Module, factors: Factors, sign: int) -> torch.Tensor:
+def _delta(module: Any, factors: Factors, sign: int) -> torch.Tensor:
     """The change of a module's weight: ± scale · B A, in its dtype and orientation."""
     weight = module.weight
     wide = torch.promote_types(torch.float32, torch.promote_types(weight.dtype, factors.up.dtype))

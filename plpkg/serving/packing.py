@@ -9,6 +9,7 @@ has nothing before it: so it costs no more there.
 
 import itertools
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedConfig, PreTrainedModel
@@ -43,7 +44,7 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
     kind = type(model).__name__
     if getattr(model, "_is_stateful", False):
         raise ValueError(f"{kind} has recurrent layers, whose state would run from one request into the next")
-    vocab = model.get_input_embeddings().num_embeddings
+    vocab = vocabulary(model)
     starts = [0, 0, *_starts(model.config)]  # two at the beginning, so that one follows another
     suspects = range(len(starts))
     for attempt in range(TRIES):
@@ -73,6 +74,12 @@ def require_packable(model: PreTrainedModel, max_step_tokens: int = 0) -> None:
         where = f"at positions {start} to {start + LENGTH - 1} "
     apart = f"{where}its logits are {errors[suspects[0]]:.2g} apart"
     raise ValueError(f"{kind} answers otherwise when requests are packed: {apart}")
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    """How many ids a model reads."""
+    embedding: Any = model.get_input_embeddings()
+    return embedding.num_embeddings
 
 
 def _starts(config: PreTrainedConfig) -> list[int]:

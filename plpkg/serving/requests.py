@@ -35,6 +35,7 @@ class Reading(Protocol):
         Full attention takes all of them, a sliding window's are the last before the position. ValueError unless this
         model has read.
         """
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -149,7 +150,8 @@ class Running:
             return int(scores.argmax())
         warp = warpers(temperature=request.temperature, top_p=request.top_p)
         scores = (scores - scores.max()).double().cpu()  # so that no temperature makes them infinite
-        warped = warp(torch.tensor([self.ids]), scores[None])
+        ids = torch.tensor([self.ids])
+        warped = warp(ids, scores[None])  # pyright: ignore[reportArgumentType] (LongTensor is no class of its own)
         return int(torch.multinomial(warped.softmax(-1), 1, generator=self.generator))
 
     def score(self, start: int, scores: torch.Tensor) -> list[Scored]:
@@ -158,7 +160,7 @@ class Running:
         wide = torch.promote_types(scores.dtype, torch.float32)
         logprobs = scores[: len(ids)].to(wide).log_softmax(-1)
         chosen = logprobs[range(len(ids)), ids].tolist()
-        top_logprobs, top_tokens = (each.tolist() for each in logprobs.topk(self.request.logprobs))
+        top_logprobs, top_tokens = (each.tolist() for each in logprobs.topk(self.request.logprobs or 0))
         scored = []
         for token, logprob, tokens, values in zip(ids, chosen, top_tokens, top_logprobs, strict=True):
             likeliest = [*zip(tokens, values, strict=True)]

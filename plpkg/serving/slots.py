@@ -9,10 +9,11 @@ gap has opened before a step, the last adapter in use moves into it.
 
 import contextlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedModel
 
 from plpkg.adapters import Adapter
 from plpkg.serving.segments import Segments, add_sgmv, sgmv
@@ -22,13 +23,13 @@ class Group(NamedTuple):
     """Adapters of one batch: whose tokens are whose, and by module the stacked downs, ups and scales of ``sgmv``."""
 
     segments: Segments
-    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, Sequence[float] | torch.Tensor]]
+    factors: Mapping[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
 
 
 class Hooks:
     """Hooks on the named modules of a model, until :meth:`close`."""
 
-    def __init__(self, model: torch.nn.Module, modules: Iterable[str]) -> None:
+    def __init__(self, model: PreTrainedModel, modules: Iterable[str]) -> None:
         self._groups: tuple[Group, ...] = ()
         self._device = model.device.type
         self._handles = [model.get_submodule(name).register_forward_hook(self._hook(name)) for name in modules]
@@ -86,7 +87,7 @@ class Pool:
         By module: ``(slots, rank, in)``, ``(slots, out, rank)`` and ``(slots,)`` scales.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.digests: list[str | None] = []
         self.users: dict[str, int] = {}
         self.factors: dict[str, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
@@ -145,7 +146,8 @@ class Pool:
         taken = len(self.digests)
         slots = max(4, 2 * taken)
         for name, each in adapter.factors.items():
-            weight = self._model.get_submodule(name).weight
+            module: Any = self._model.get_submodule(name)
+            weight = module.weight
             dtype = weight.dtype if weight.is_floating_point() else self._model.dtype
             wide = torch.promote_types(dtype, torch.float32)  # of the scales: 1/3 has few digits in bfloat16
             stacks = (

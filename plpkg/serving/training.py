@@ -11,14 +11,15 @@ Left out: dropout of the adapters, whose draws would differ between one run and 
 
 import contextlib
 import copy
+import functools
 import hashlib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from peft import LoraConfig, inject_adapter_in_model
+from peft import LoraConfig, PeftModel, inject_adapter_in_model
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
@@ -184,7 +185,8 @@ class _Stack:
             segments.append((begin, end, k))
         factors = {}
         for module, downs, ups in self:
-            factors[module] = (downs[chosen], ups[chosen], [self.scales[module]] * len(texts))
+            scales = torch.full((len(texts),), self.scales[module], dtype=torch.float64)
+            factors[module] = (downs[chosen], ups[chosen], scales)
         return Group(segments, factors)
 
     def add(self, gradients: Iterable[torch.Tensor]) -> None:
@@ -194,10 +196,11 @@ class _Stack:
 
     def clip(self, max_grad_norm: float) -> None:
         """Shorten each person's gradient to this norm, if it is longer."""
-        squares = sum(leaf.grad.flatten(1).square().sum(1) for leaf in self.leaves)  # (people,)
+        gradients = [leaf.grad for leaf in self.leaves if leaf.grad is not None]
+        squares = functools.reduce(torch.add, (each.flatten(1).square().sum(1) for each in gradients))  # (people,)
         shortened = (max_grad_norm / squares.sqrt()).clamp(max=1)
-        for leaf in self.leaves:
-            leaf.grad.mul_(shortened.view(-1, 1, 1))
+        for each in gradients:
+            each.mul_(shortened.view(-1, 1, 1))
 
     def factors(self) -> dict[str, dict[str, Factors]]:
         """By person and module, the factors as they are now."""
@@ -228,7 +231,9 @@ def _form(model: PreTrainedModel, config: LoraConfig, name: str) -> _Form:
         skeleton = inject_adapter_in_model(config, copy.deepcopy(model, empty), low_cpu_mem_usage=True)
     except Exception as error:  # a variant of LoRA can raise anything
         raise ValueError(f"PEFT refuses the configuration of {name!r}: {error}") from error
-    layers = {path: layer for path, layer in skeleton.named_modules() if isinstance(layer, BaseTunerLayer)}
+    layers: dict[str, Any] = {
+        path: layer for path, layer in skeleton.named_modules() if isinstance(layer, BaseTunerLayer)
+    }
     others = sorted(layers.keys() - shapes)
     if others:
         raise ValueError(f"{name!r} adapts {others[0]}, which is no linear module of this model's body")
@@ -243,7 +248,7 @@ def _first(model: PreTrainedModel, form: _Form, name: str, seed: int) -> dict[st
     """The factors that a person begins with, drawn as PEFT draws them: A uniform within 1/√in, B zero."""
     digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:7]))
-    like = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
+    like: dict[str, Any] = dict(device=model.device, dtype=torch.promote_types(model.dtype, torch.float32))
     factors = {}
     for module, (n_in, n_out, rank, scale) in form.modules.items():
         bound = n_in**-0.5
@@ -254,7 +259,7 @@ def _first(model: PreTrainedModel, form: _Form, name: str, seed: int) -> dict[st
 
 
 def per_person_gradients(
-    model: PreTrainedModel, batches: Mapping[str, torch.Tensor | Mapping], *, max_tokens: int = 512
+    model: PreTrainedModel | PeftModel, batches: Mapping[str, torch.Tensor | Mapping], *, max_tokens: int = 512
 ) -> dict[str, torch.Tensor]:
     """Each person's gradient of an adapter that all of them share.
 
@@ -297,7 +302,7 @@ def per_person_gradients(
     return {name: torch.cat(each) for name, each in parts.items()}
 
 
-def _linear_layers(model: PreTrainedModel, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Linear]:
+def _linear_layers(model: Any, trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.nn.Linear]:
     """By trained weight its layer, which must be an ``nn.Linear`` of the body."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not trained:
@@ -316,13 +321,13 @@ def _by_person(calls: list, rows: list[int]) -> torch.Tensor:
     A call is the layer's input x ``(rows, seq, in)`` and the gradient g ``(rows, seq, out)`` of its output; a person's
     gradient is gᵀx, summed over their rows and the calls.
     """
-    total = 0
-    for inputs, output_gradients in calls:
-        if output_gradients is None:  # a checkpoint's second call
-            continue
+
+    def of_call(inputs: torch.Tensor, output_gradients: torch.Tensor) -> torch.Tensor:
         people = zip(inputs.split(rows), output_gradients.split(rows), strict=True)
-        total = total + torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in people])
-    return total
+        return torch.stack([g.flatten(0, 1).T @ x.flatten(0, 1) for x, g in people])
+
+    complete = (call for call in calls if call[1] is not None)  # a checkpoint's second call has no gradient
+    return functools.reduce(torch.add, (of_call(*call) for call in complete))
 
 
 def _keep(calls: list):
@@ -350,7 +355,7 @@ class _Text(NamedTuple):
     labels: torch.Tensor
 
 
-def _text(name: str, batch, model: PreTrainedModel) -> _Text:
+def _text(name: str, batch, model: Any) -> _Text:
     ids, labels = ids_and_labels(batch, f"the batch of {name!r}")
     vocab = model.get_input_embeddings().weight.shape[0]
     for tokens in (ids, labels[labels != IGNORED]):
@@ -362,7 +367,7 @@ def _text(name: str, batch, model: PreTrainedModel) -> _Text:
 
 
 def _gradients(
-    model: PreTrainedModel, texts: list[_Text], leaves: list[torch.Tensor]
+    model: Any, texts: list[_Text], leaves: list[torch.Tensor]
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
     """The mean loss of each text ``(samples, seq)``, and the gradient of their sum."""
     if not torch.is_grad_enabled():

@@ -10,7 +10,7 @@ import socket
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from typer import Option
@@ -111,7 +111,7 @@ def serve(
         downloads = downloads or scratch / "disk"
         base, tokenizer = loaded(model, dtype, device)
         kept = Store(location)
-        options = dict(
+        options: dict[str, Any] = dict(
             limits=limits,
             slots=slots,
             batch=batch,

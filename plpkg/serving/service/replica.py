@@ -8,9 +8,10 @@ import asyncio
 import contextlib
 import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import cast
 
 from plpkg.adapters import Adapter
 from plpkg.serving.engine import Engine
@@ -25,9 +26,9 @@ ENDS = ("stop", "length")
 class _Job(Ticket):
     """A request in the service: a ticket, what the engine knows it by, and what its client is told."""
 
-    request: Request | None = None
+    request: Request = field(kw_only=True)
     weights: Adapter | None = None
-    identity: int | None = None
+    identity: int = -1  # until the engine gives it one
     events: asyncio.Queue = field(default_factory=asyncio.Queue)
 
 
@@ -56,7 +57,7 @@ class Replica:
         self._loop: asyncio.Task | None = None
         self._thread = ThreadPoolExecutor(1, "engine")
 
-    async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple]:
+    async def stream(self, path: str | None, request: Request) -> AsyncGenerator[tuple, None]:
         """A request's tokens as they are written, the last with the reason for its end, ``"stop"`` or ``"length"``.
 
         What was scored follows each token and reason; the token is None where none was to be written. ``path`` is the
@@ -121,7 +122,7 @@ class Replica:
     def _ended(self, loop: asyncio.Task) -> None:
         """No request waits for a loop that is no more."""
         reason = "the service was closed" if loop.cancelled() else f"the engine's loop failed: {loop.exception()}"
-        for job in [*self.scheduler.running, *self.scheduler.queued]:
+        for job in cast(list[_Job], [*self.scheduler.running, *self.scheduler.queued]):
             job.events.put_nowait((None, reason))
         self.tiers.close(reason)
 
@@ -133,7 +134,7 @@ class Replica:
         self._leaving.clear()
         self._unloading = {path for path in self._unloading if not self._emptied(path)}
         for decision in self.scheduler.decide(time.monotonic()):
-            job = decision.ticket
+            job = cast(_Job, decision.ticket)
             if isinstance(decision, Pause):
                 self.engine.pause(job.identity)
                 continue
@@ -148,13 +149,13 @@ class Replica:
     def _start(self, job: _Job, evicted: str | None) -> None:
         if evicted:
             self._empty(evicted)
-        if job.adapter and job.adapter not in self.engine.adapters:
+        if job.adapter and job.weights and job.adapter not in self.engine.adapters:
             self.engine.load(job.adapter, job.weights)
-        if job.identity is None:
+        if job.identity in self._jobs:
+            self.engine.resume(job.identity)
+        else:
             job.identity = self.engine.add(job.request)
             self._jobs[job.identity] = job
-        else:
-            self.engine.resume(job.identity)
 
     def _end(self, job: _Job, token: int | None, reason: str) -> None:
         job.events.put_nowait((token, reason, *self.engine.scored.pop(job.identity, ())))

@@ -14,6 +14,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
 
 import ray
 import torch
@@ -40,7 +41,7 @@ class _Process:
 
     async def stream(self, path: str | None, request: Request) -> AsyncIterator[tuple[int, str | None]]:
         if path:
-            await self._note(path)
+            await self._note(path)  # pyright: ignore[reportCallIssue] (Ray's decorator has lost its type)
         async with contextlib.aclosing(self._replica.stream(path, request)) as tokens:
             async for each in tokens:
                 yield each
@@ -92,7 +93,8 @@ def _wait(replicas: int, start_s: float, say: Callable[[str], None]) -> None:
     while True:
         (application,) = serve.status().applications.values()
         (deployment,) = application.deployments.values() or [None]
-        running = deployment.replica_states.get("RUNNING", 0) if deployment else 0
+        states: Any = deployment.replica_states if deployment else {}  # an enumeration of strings has their names
+        running = states.get("RUNNING", 0)
         for number in range(told + 1, running + 1):
             say(f"replica {number} of {replicas} runs")
         told = max(told, running)
@@ -132,8 +134,9 @@ def replicated(
     try:
         serve.start(proxy_location="Disabled")
         logging.getLogger("ray.serve").setLevel(logging.ERROR)  # or a line for each refused request
-        limits = dict(max_ongoing_requests=ongoing, max_queued_requests=1024)
-        process = serve.deployment(_Process, name="replica", num_replicas=replicas, **limits)
+        process = serve.deployment(
+            _Process, name="replica", num_replicas=replicas, max_ongoing_requests=ongoing, max_queued_requests=1024
+        )
         threads = max(1, (os.cpu_count() or 1) // replicas)
         target = serve.RunTarget(process.bind(build, threads), route_prefix=None)
         (handle,) = serve.run_many([target], wait_for_applications_running=False)

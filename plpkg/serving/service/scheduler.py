@@ -329,7 +329,7 @@ class Scheduler:
         for each in running:
             by_account.setdefault(each.account, []).append(each)
         used = {account: self._used(theirs)[resource] for account, theirs in by_account.items()}
-        for account in sorted(used, key=used.get, reverse=True):
+        for account in sorted(used, key=used.__getitem__, reverse=True):
             if used[account] <= self._share(resource, num_accounts):
                 return None
             for each in reversed(by_account[account]):

@@ -108,7 +108,7 @@ def simulate(arrivals: list[Arrival], scheduler: Scheduler, *, fetch_s=0.25, ste
             arrival = coming.popleft()
             ticket = Ticket(arrival.adapter, arrival.prompt + arrival.new, arrival.arrived_s)
             scheduler.submit(ticket)
-            ready_s = memory.setdefault(ticket.adapter, arrival.arrived_s + fetch_s)
+            ready_s = memory.setdefault(arrival.adapter, arrival.arrived_s + fetch_s)
             fetching[ticket] = max(arrival.arrived_s, ready_s)
             rows[ticket] = arrival._asdict() | dict(hit=ticket.adapter in scheduler.slots, fetched_s=fetching[ticket])
         fetched = [ticket for ticket, ready_s in fetching.items() if ready_s <= now]

@@ -16,6 +16,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Mapping
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import obstore
 import torch
@@ -185,7 +186,8 @@ class Store:
         for path in paths:
             match = OF_VERSION.fullmatch(path)
             if match:
-                files[match.groups()].append(path)
+                place, version = match.groups()
+                files[place, version].append(path)
         there = set(paths)
         found: dict[str, dict[str, list[str]]] = {}
         left: list[str] = []
@@ -335,8 +337,8 @@ def _objects(location, timeout_s: float):
         except ValueError as error:  # no file system has such a name
             raise ValueError(f"{location!r} is no store: {error}") from None
     if isinstance(location, str):
-        retries = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
-        client = {"timeout": timedelta(seconds=timeout_s)}
+        retries: Any = {"max_retries": 2, "retry_timeout": timedelta(seconds=3 * timeout_s)}
+        client: Any = {"timeout": timedelta(seconds=timeout_s)}
         client["allow_http"] = os.environ.get("AWS_ALLOW_HTTP", "false")  # obstore would forget it
         try:
             return from_url(location, retry_config=retries, client_options=client)

@@ -164,9 +164,10 @@ class Tiers:
 
     async def _arrival(self, path: str) -> Adapter:
         """An adapter that is not in memory yet, when it is; all who wait for it share one flight."""
-        until, error = self._failed.get(path, (0.0, None))
-        if time.monotonic() < until:
-            raise copy.copy(error)  # each waiter's frames would hang on one
+        if path in self._failed:
+            until, error = self._failed[path]
+            if time.monotonic() < until:
+                raise copy.copy(error)  # each waiter's frames would hang on one
         if path not in self._flights:
             self._flights[path] = asyncio.create_task(self._bring(path))
             self._flights[path].add_done_callback(lambda task: task.cancelled() or task.exception())  # someone may ask
@@ -174,7 +175,8 @@ class Tiers:
         try:
             return await asyncio.shield(flight)
         except asyncio.CancelledError:
-            if flight.cancelled() and not asyncio.current_task().cancelling():
+            this = asyncio.current_task()
+            if flight.cancelled() and this and not this.cancelling():
                 if self._closed:
                     raise RuntimeError(self._closed) from None
                 raise NotFoundError("the adapter was deleted while it was fetched") from None

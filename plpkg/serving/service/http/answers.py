@@ -6,7 +6,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 
 from plpkg.adapters import InvalidAdapterError
 from plpkg.decoding import Text
-from plpkg.serving.requests import Request, Scored
+from plpkg.serving.requests import Scored
 from plpkg.serving.service.http.logprobs import Spelling
 from plpkg.serving.service.http.metrics import Metrics
 from plpkg.serving.service.scheduler import OverloadedError
@@ -57,10 +57,9 @@ def starts(tokenizer, ids: list[int]) -> list[int]:
 
 
 async def texts(
-    tokens, request: Request, tokenizer, metrics: Metrics, echo: str = "", places: Sequence[int] = ()
+    tokens, text: Text, metrics: Metrics, echo: str = "", places: Sequence[int] = ()
 ) -> AsyncIterator[Piece]:
     """A request's answer in pieces, after the text ``echo``; ``places`` are those of the prompt's tokens in it."""
-    text = Text(tokenizer, request.input_ids, request.stop)
     piece = echo  # what was not told yet
     begins = [*places]  # of the tokens in it
     last = None
@@ -183,11 +182,11 @@ class Completion:
         return {"text": piece.text} | self._rest(index, piece)
 
     def _rest(self, index: int, piece: Piece) -> dict:
-        logprobs = None if self._spelling is None else self._scored(piece.scored)
+        logprobs = None if self._spelling is None else self._scored(self._spelling, piece.scored)
         return {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
 
-    def _scored(self, scored: list) -> dict:
-        return self._spelling.completion(scored)
+    def _scored(self, spelling: Spelling, scored: list) -> dict:
+        return spelling.completion(scored)
 
     _delta = _choice
 
@@ -208,14 +207,15 @@ class ChatCompletion(Completion):
             delta["role"] = "assistant"
         return {"delta": delta} | self._rest(index, piece)
 
-    def _scored(self, scored: list) -> dict:
-        return self._spelling.chat(scored)
+    def _scored(self, spelling: Spelling, scored: list) -> dict:
+        return spelling.chat(scored)
 
 
 class Events(StreamingResponse):
     """Server-sent events; what they come from is closed however they end."""
 
     media_type = "text/event-stream"
+    body_iterator: AsyncGenerator[str, None]
 
     async def __call__(self, scope, receive, send) -> None:
         async with aclosing(self.body_iterator):
@@ -261,11 +261,11 @@ def _body(status: int, *reasons: str, param: str | None = None) -> dict:
     return {"error": {"message": "; ".join(reasons), "type": kind, "code": status, "param": param, "reasons": reasons}}
 
 
-def error_response(status: int, *reasons: str, param: str | None = None, headers: dict | None = None) -> Response:
+def error_response(status: int, *reasons: str, param: str | None = None, headers: Mapping | None = None) -> Response:
     """An error in OpenAI's form, about the field ``param``; each reason is also there by itself."""
     return json_response(status, _body(status, *reasons, param=param), headers)
 
 
-def json_response(status: int, body: dict, headers: dict | None = None) -> Response:
+def json_response(status: int, body: dict, headers: Mapping | None = None) -> Response:
     """In ASCII: a stranger's text may hold what UTF-8 cannot."""
     return Response(json.dumps(body), status, headers, "application/json")

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request as Call
 from fastapi.exceptions import RequestValidationError
@@ -27,7 +28,9 @@ from plpkg.serving.service.store import NotFoundError, Store
 from plpkg.validation import one_of, shown
 
 STATUSES = {*STATUS.values(), 401, 403, 411, 413, 415, 507}
-ERRORS = {status: {"description": "An error as OpenAI writes it."} for status in STATUSES}
+ERRORS: dict[int | str, dict[str, Any]] = {
+    status: {"description": "An error as OpenAI writes it."} for status in STATUSES
+}
 SAID = {"extra_forbidden": "this service does not know it", "missing": "it is needed"}
 """For pydantic's words."""
 SERVED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/accounts/ACCOUNT/adapters")
@@ -80,9 +83,9 @@ def app(
         api.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])
     for kind in STATUS:
         api.add_exception_handler(kind, refusal)
-    api.add_exception_handler(HTTPException, _http_error)
+    api.add_exception_handler(HTTPException, _http_error)  # pyright: ignore[reportArgumentType] (its own exceptions)
     api.add_exception_handler(ClientDisconnect, _gone)
-    api.add_exception_handler(RequestValidationError, _wrong_fields)
+    api.add_exception_handler(RequestValidationError, _wrong_fields)  # pyright: ignore[reportArgumentType]
     names = Names(store, name)
     metrics = Metrics()
     positions = longest_text(model.config, max_model_len)

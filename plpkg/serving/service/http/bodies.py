@@ -15,7 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from plpkg.serving.service.http.neutral import Sent, Unserved, neutral, only
+from plpkg.serving.service.http.neutral import Only, OrNull, Sent, Unserved, neutral
 
 # The first wrong item says enough: a list of a million would make a million errors
 SEVERAL = Field(min_length=1, max_length=64, fail_fast=True)
@@ -30,7 +30,7 @@ class Usage(Sent):
     """Whether the last event of a stream counts tokens."""
 
     include_usage: bool = False
-    include_obfuscation: bool = Field(False, description="Not used.")
+    include_obfuscation: bool = Field(default=False, description="Not used.")
 
 
 def _listed(value):
@@ -58,6 +58,9 @@ def _one(value):
     return [value] if isinstance(value, str) else value
 
 
+OneOrSeveral = BeforeValidator(_one, Stop | list[Stop] | None)
+
+
 class Settings(Unserved):
     """Fields that completions and chats have in common."""
 
@@ -65,24 +68,24 @@ class Settings(Unserved):
     lora: Text | None = Field(None, description="Workers AI's way: an adapter, where model is the base's name.")
     max_tokens: int | None = Field(None, ge=0, description="With 0 the prompt is read, and nothing written.")
     max_completion_tokens: int | None = Field(None, ge=0, description="The newer name of max_tokens.")
-    temperature: float | None = Field(1.0, ge=0, le=2)
-    top_p: float | None = Field(1.0, ge=0, le=1, description="0 leaves the likeliest token.")
+    temperature: OrNull[float] = Field(1.0, ge=0, le=2)
+    top_p: OrNull[float] = Field(1.0, ge=0, le=1, description="0 leaves the likeliest token.")
     seed: int | None = Field(None, ge=-1, lt=2**63, description="-1 draws one; each of n answers has the next.")
-    stop: Annotated[list[Stop] | None, Field(max_length=16), BeforeValidator(_one, Stop | list[Stop] | None)] = ()
-    stream: bool | None = False
-    stream_options: Usage | None = Usage()
-    n: int | None = Field(1, ge=1, le=64)
-    logit_bias: dict[str, only((0,))] | None = None
+    stop: Annotated[OrNull[list[Stop]], Field(max_length=16), OneOrSeveral] = []  # noqa: RUF012 (pydantic copies it)
+    stream: OrNull[bool] = False
+    stream_options: OrNull[Usage] = Usage()
+    n: OrNull[int] = Field(1, ge=1, le=64)
+    logit_bias: dict[str, Annotated[Any, Only(0)]] | None = None
 
 
 class Completion(Settings):
     """A request to continue one or more texts, or ids."""
 
     prompt: Annotated[list[Prompt], SEVERAL, Listed]
-    best_of: int | None = Field(1, ge=1, le=64, description="1, or as many as n.")
-    echo: bool | None = Field(False, description="The prompt's text comes first, and its log-probabilities.")
+    best_of: OrNull[int] = Field(1, ge=1, le=64, description="1, or as many as n.")
+    echo: OrNull[bool] = Field(False, description="The prompt's text comes first, and its log-probabilities.")
     logprobs: Annotated[int | None, Field(ge=0, le=TOP), BeforeValidator(lambda v: None if v is False else v)] = None
-    suffix: only(("",)) = ""
+    suffix: Annotated[Any, Only("")] = ""
 
     @field_validator("best_of")
     @classmethod
@@ -154,8 +157,8 @@ class Chat(Settings):
     """A request to answer, through the tokenizer's chat template."""
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=2**11, fail_fast=True)]
-    logprobs: bool | None = False
-    top_logprobs: int | None = Field(0, ge=0, le=TOP, description="With logprobs only.")
+    logprobs: OrNull[bool] = False
+    top_logprobs: OrNull[int] = Field(0, ge=0, le=TOP, description="With logprobs only.")
 
     @field_validator("top_logprobs")
     @classmethod

@@ -7,10 +7,12 @@ import asyncio
 import contextlib
 import secrets
 from collections.abc import Sequence
+from typing import Any
 
 from fastapi import APIRouter, Request as Call
 from starlette.responses import Response
 
+from plpkg.decoding import Text
 from plpkg.serving.requests import Request
 from plpkg.serving.service.http import bodies
 from plpkg.serving.service.http.answers import ChatCompletion, Completion, Events, merged, starts, texts
@@ -27,7 +29,7 @@ MOST_ANSWERS = 64
 """Answers to a request."""
 MOST_SCORED = 2**20
 """Values of its prompts' log-probabilities."""
-EVENTS = {200: {"content": {Events.media_type: {}}}}
+EVENTS: dict[int | str, dict[str, Any]] = {200: {"content": {Events.media_type: {}}}}
 
 
 class Completions:
@@ -59,7 +61,8 @@ class Completions:
 
     async def complete(self, call: Call, body: bodies.Completion) -> Response:
         """Continue one or more texts, or ids."""
-        prompts = body.prompt
+        given: Any = body.prompt  # texts, or ids, never both
+        prompts = given
         self._require_few(len(prompts), body.n)
         are_texts = isinstance(prompts[0], str)
         if are_texts:
@@ -69,7 +72,7 @@ class Completions:
         self._require_short(prompts)
         echoes: Sequence[str] = ()
         if body.echo and are_texts:
-            echoes = body.prompt
+            echoes = given
         elif body.echo:
             echoes = await asyncio.to_thread(self._tokenizer.batch_decode, prompts, skip_special_tokens=True)
         return await self._answer(call, body, prompts, Completion, COMPLETION_TOKENS, body.logprobs, echoes)
@@ -130,7 +133,7 @@ class Completions:
         echoes = echoes or [""] * len(prompts)
         places: Sequence[Sequence[int]] = [()] * len(prompts)  # of each prompt's tokens in its text
         if scores_prompt:
-            values = prompt_tokens * body.n * (logprobs + 1)
+            values = prompt_tokens * body.n * ((logprobs or 0) + 1)
             if values > MOST_SCORED:
                 raise ValueError(f"their log-probabilities are {values:,} values, at most {MOST_SCORED:,} are allowed")
             places = await asyncio.to_thread(lambda: [starts(self._tokenizer, ids) for ids in prompts])
@@ -138,7 +141,8 @@ class Completions:
         for k, request in enumerate(requests):
             prompt = k // body.n
             tokens = self._backend.stream(place, request)
-            streams.append(texts(tokens, request, self._tokenizer, self._metrics, echoes[prompt], places[prompt]))
+            text = Text(self._tokenizer, prompts[prompt], request.stop)
+            streams.append(texts(tokens, text, self._metrics, echoes[prompt], places[prompt]))
         pieces = merged(streams)
         first = await unless_gone(call, anext(pieces))  # what fails at once has a status
         spelling = None if logprobs is None else self._spelling
@@ -164,7 +168,7 @@ class Completions:
         most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
         if most == 0 and logprobs is None:
             logprobs = 0  # the engine writes nothing only where it scores
-        settings = dict(
+        settings: dict[str, Any] = dict(
             temperature=body.temperature,
             top_p=body.top_p or 1e-9,
             stop=body.stop,

@@ -13,6 +13,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
@@ -99,7 +100,7 @@ class Parsed(APIRoute):
 
     def get_route_handler(self) -> Callable:
         handle = super().get_route_handler()
-        kind = self.body_field.field_info.annotation if self.body_field else None
+        kind: Any = self.body_field.field_info.annotation if self.body_field else None
 
         async def handler(call: Request):
             try:

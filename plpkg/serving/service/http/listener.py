@@ -22,7 +22,7 @@ class Protocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """The end of a connection whose head cannot be read."""
-        body = error_response(400, "the head of the request cannot be read, or is longer than 64 kB").body
+        body = bytes(error_response(400, "the head of the request cannot be read, or is longer than 64 kB").body)
         head = [(b"content-type", b"application/json"), (b"connection", b"close")]
         head += [(b"content-length", str(len(body)).encode()), *self.server_state.default_headers]
         for event in (
@@ -48,7 +48,7 @@ class Server(uvicorn.Server):
                 _answering(application),
                 http=Protocol,
                 log_level="warning",
-                timeout_graceful_shutdown=GRACE_S + 0.5,
+                timeout_graceful_shutdown=GRACE_S + 0.5,  # pyright: ignore[reportArgumentType] (a float serves as well)
                 **options,
             )
         )

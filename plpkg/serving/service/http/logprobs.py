@@ -46,10 +46,10 @@ class Spelling:
         """Of tokens and where each begins in the text. The likeliest have the chosen one among them."""
         tokens: list[str] = []
         values: list[float | None] = []
-        tops: list[dict[str, float] | None] = []
+        tops: list[dict[str, float | None] | None] = []
         offsets: list[int] = []
         for offset, (token, logprob, top) in scored:
-            likeliest: dict[str, float] = {}
+            likeliest: dict[str, float | None] = {}
             for each, value in [*top, (token, logprob)]:
                 text, _ = self(each)
                 likeliest.setdefault(text, _said(value))
@@ -63,7 +63,7 @@ class Spelling:
     def chat(self, scored: Iterable[tuple[int, Scored]]) -> dict:
         """Of an answer's tokens."""
 
-        def spelled(token: int, logprob: float) -> dict:
+        def spelled(token: int, logprob: float | None) -> dict:
             text, content = self(token)
             return {"token": text, "bytes": content, "logprob": _said(logprob)}
 

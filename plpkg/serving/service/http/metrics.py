@@ -1,6 +1,7 @@
 """Metrics for Prometheus, under the names that vLLM uses; no account's or adapter's name is among them."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -16,7 +17,7 @@ class Metrics:
         self._registry = CollectorRegistry()
         self._gauges: Sequence[Mapping[tuple[str, ...], float]] = ()
         self._registry.register(self)
-        made = {"registry": self._registry}
+        made: dict[str, Any] = {"registry": self._registry}
         self.first_s = Histogram("vllm:time_to_first_token_seconds", "From the request.", buckets=SECONDS, **made)
         self.between_s = Histogram("vllm:inter_token_latency_seconds", "Between tokens.", buckets=SECONDS, **made)
         self.prompt = Counter("vllm:prompt_tokens", "Tokens of prompts.", **made)

@@ -1,10 +1,11 @@
 """Settings that are not served: the values with which they change nothing, which clients send as their defaults."""
 
 import json
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema, create_model, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model, model_validator
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import no_info_after_validator_function
 
 from plpkg.validation import shown
 
@@ -33,24 +34,33 @@ UNUSED = {
 """Settings that change nothing whatever they hold."""
 
 
-def only(values: tuple):
-    """The type of a field that has one of these values, or is null."""
+class Only:
+    """Annotates a field that has one of these values, or is null."""
 
-    def same(value, each) -> bool:  # for Python, True is 1
-        return value == each and isinstance(value, bool) == isinstance(each, bool)
+    def __init__(self, *values) -> None:
+        self._values = values
 
-    def check(value):
-        if not any(same(value, each) for each in values):
-            told = {"served": " or ".join(map(json.dumps, [*values, None])), "got": shown(value)}
+    def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return no_info_after_validator_function(self._checked, handler(kind))
+
+    def __get_pydantic_json_schema__(self, *_) -> dict:
+        return {"enum": [*self._values, None]}
+
+    def _checked(self, value):
+        if not any(_same(value, each) for each in self._values):
+            told = {"served": " or ".join(map(json.dumps, [*self._values, None])), "got": shown(value)}
             raise PydanticCustomError("not_served", "only {served} is served, got {got}", told)
         return value
 
-    return Annotated[Any, AfterValidator(check), WithJsonSchema({"enum": [*values, None]})]
+
+def _same(value, each) -> bool:
+    """Whether they are equal also in JSON: for Python, True is 1."""
+    return value == each and isinstance(value, bool) == isinstance(each, bool)
 
 
 def neutral(table: dict) -> dict:
     """The fields of a table of neutral values, for ``create_model``."""
-    return {name: (only(values), None) for name, values in table.items()}
+    return {name: (Annotated[Any, Only(*values)], None) for name, values in table.items()}
 
 
 class Sent(BaseModel):
@@ -72,7 +82,13 @@ class Sent(BaseModel):
         return body
 
 
-Unserved = create_model(
-    "Unserved", __base__=Sent, **neutral(NEUTRAL), **{name: (kind | None, None) for name, kind in UNUSED.items()}
-)
+T = TypeVar("T")
+# The type of a field of Sent that a client may send as null. That leaves its default, so nobody reads a null.
+if TYPE_CHECKING:
+    OrNull = Annotated[T, "or null"]
+else:
+    OrNull = T | None
+
+_unused: dict[str, Any] = {name: (kind | None, None) for name, kind in UNUSED.items()}
+Unserved = create_model("Unserved", __base__=Sent, **neutral(NEUTRAL), **_unused)
 """A request without the settings that are served."""
