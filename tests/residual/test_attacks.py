@@ -237,6 +237,12 @@ def imitate(finals=FINALS, chosen=IDS, **settings):
     return attacks.imitate_ladder(imitator(), finals, chosen, **settings)
 
 
+def imitate_without_m():
+    part = imitator()
+    part.tail.m = None
+    return attacks.imitate_ladder(part, FINALS, IDS)
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -265,6 +271,7 @@ def imitate(finals=FINALS, chosen=IDS, **settings):
         (lambda: imitate(chosen=IDS - 100), r"the tokens must be between 0 and vocab - 1 = 63, got \[-100\]"),
         (lambda: imitate(temperature=1e-300), "the loss at temperature=1e-300 is never finite"),
         (lambda: attacks.imitate_ladder(attacks.public_prefix(backbone(), 0), FINALS[:, :32], IDS), "has no ladder"),
+        (imitate_without_m, "no M stands before its norm"),
         (lambda: imitate(temperature=0), "temperature must be greater than 0, got 0"),
         (lambda: imitate(steps=0), "steps must be a whole number of at least 1, got 0"),
     ],

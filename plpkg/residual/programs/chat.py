@@ -91,8 +91,10 @@ def beginning(tokenizer, text: str) -> torch.Tensor:
 
 
 def lines_of(stream: TextIO | None = None) -> Iterator[str]:
-    """The lines of a stream, standard input by default, asked for if it is a terminal."""
+    """The lines of a stream, standard input by default, asked for if it is a terminal; without any there are none."""
     source = sys.stdin if stream is None else stream
+    if source is None:
+        return
     if isinstance(source, io.TextIOWrapper):
         source.reconfigure(errors="replace")  # a byte that is no character ends nothing
     while True:

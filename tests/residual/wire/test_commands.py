@@ -522,3 +522,8 @@ def test_lines_are_asked_for_on_a_terminal_only(capsys):
     assert capsys.readouterr().out == ""
     assert list(lines_of(Terminal("a\n"))) == ["a"]
     assert capsys.readouterr().out == "> > "
+
+
+def test_a_process_without_standard_input_has_no_lines(monkeypatch):
+    monkeypatch.setattr("sys.stdin", None)
+    assert list(lines_of()) == []
