@@ -146,9 +146,9 @@ def low_rank(
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
     n = len(projection_dims(model, projections))
-    run = Run(model, **run)
-    riding = folded_layers(run, projections, endpoints, folded)
-    return _traffic(run, n * r_c2d, n * r_d2c, endpoints, bits, riding, flag("late", late))
+    described = Run(model, **run)
+    riding = folded_layers(described, projections, endpoints, folded)
+    return _traffic(described, n * r_c2d, n * r_d2c, endpoints, bits, riding, flag("late", late))
 
 
 @keywords(Run)
@@ -161,8 +161,8 @@ def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run: Any) 
     """
     model = find_model(model)
     rank, _ = ranks(model, rank)
-    run = ladder_run(model, **run)
-    return _traffic(run, rank, 0, True, bits, riding=run.crossing_layers)
+    described = ladder_run(model, **run)
+    return _traffic(described, rank, 0, True, bits, riding=described.crossing_layers)
 
 
 @keywords(Run, without=("first_k", "adapted_layers"))
@@ -210,12 +210,12 @@ def folded_layers(run: Run, projections: int, endpoints: bool, folded: bool) -> 
 
 def ladder_run(model: ModelShape, **run: Any) -> Run:
     """The run of a ladder: all layers are on the cloud, and training crosses no more than a forward pass."""
-    run = Run(model, **run)
-    one_of("first_k of a ladder", run.first_k, (0,))
-    one_of("last_k of a ladder", run.last_k, (0,))
-    if run.phase == "training":
-        return replace(run, phase="prefill", final_hidden="all")
-    return run
+    described = Run(model, **run)
+    one_of("first_k of a ladder", described.first_k, (0,))
+    one_of("last_k of a ladder", described.last_k, (0,))
+    if described.phase == "training":
+        return replace(described, phase="prefill", final_hidden="all")
+    return described
 
 
 def _traffic(

@@ -60,15 +60,15 @@ def low_rank_messages(
     model = find_model(model)
     r_c2d, r_d2c = ranks(model, rank, r_c2d, r_d2c)
     n = len(projection_dims(model, projections))
-    run = Run(model, **run)
+    described = Run(model, **run)
     endpoints = flag("endpoints", endpoints)
     late = flag("late", late)
-    riding = folded_layers(run, projections, endpoints, folded)
+    riding = folded_layers(described, projections, endpoints, folded)
 
     def shapes(batch: int, seq: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (n, batch, seq, r_c2d), (n, batch, seq, r_d2c)
 
-    return _walk(run, endpoints, shapes, ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g"), riding, late)
+    return _walk(described, endpoints, shapes, ("A x", "M A x", "Bᵀ g", "Mᵀ Bᵀ g"), riding, late)
 
 
 @keywords(Run)
@@ -79,13 +79,13 @@ def ladder_messages(model: str | ModelShape, rank: int = 96, **run: Any) -> Iter
     """
     model = find_model(model)
     rank, _ = ranks(model, rank)
-    run = ladder_run(model, **run)
-    layers = run.crossing_layers
+    described = ladder_run(model, **run)
+    layers = described.crossing_layers
 
     def shapes(batch: int, seq: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (layers, batch, seq, rank), ()
 
-    return _walk(run, True, shapes, ("A x",), riding=layers)
+    return _walk(described, True, shapes, ("A x",), riding=layers)
 
 
 def _walk(
