@@ -8,7 +8,7 @@ import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,6 +16,9 @@ from plpkg import catalog, hub, wheels
 from plpkg.fingerprints import belongs_to_adapter, own_name
 from plpkg.shapes import reason
 from plpkg.validation import one_of, whole_number
+
+if TYPE_CHECKING:
+    import transformers
 
 FAMILIES = ("llama", "mistral", "qwen2", "phi3", "gemma2", "gpt2")
 """The architecture families that the package is tested on; any other causal model loads as well."""
@@ -29,8 +32,8 @@ def load_backbone(
     dtype: torch.dtype | str = torch.float32,
     device: str | torch.device = "cpu",
     local_files_only: bool = False,
-    **options,
-):
+    **options: Any,
+) -> "tuple[transformers.PreTrainedModel, transformers.PreTrainedTokenizerBase]":
     """Load a causal language model and its tokenizer, in evaluation mode.
 
     Parameters

@@ -1,6 +1,6 @@
 """The command line: ``plpkg ask``, ``fetch``, ``doctor``, ``claims``, ``pretrain``, and the rooms' own commands."""
 
-import contextlib
+import io
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -28,7 +28,7 @@ class OneLineErrors(TyperGroup):
     """
 
     def main(self, *args, **kwargs) -> object:
-        with contextlib.suppress(AttributeError, OSError):  # what a terminal cannot show is a question mark, no error
+        if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is a question mark, no error
             sys.stdout.reconfigure(errors="replace")
         return super().main(*args, **kwargs)
 
@@ -43,7 +43,12 @@ class OneLineErrors(TyperGroup):
             raise typer.BadParameter(str(error)) from error
 
 
-app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, help=plpkg.__doc__.splitlines()[0])
+app = typer.Typer(
+    cls=OneLineErrors,
+    no_args_is_help=True,
+    add_completion=False,
+    help="The mechanisms behind private, personal language models.",
+)
 
 COLOURS = {"OK": "green", "NOTE": "cyan", "SKIP": "yellow", "FAIL": "bold red"}
 OF_VERDICTS = {"holds": "green", "fails": "bold red", "undecided": "yellow", "not": "dim"}
@@ -145,7 +150,9 @@ def claims(
     console = Console()
     rows = court.table(system)
     for name, some in rows.groupby("system", sort=False):
-        table = Table(title=f"{name} (notebook {court.SYSTEMS[name]})", title_justify="left", box=None, pad_edge=False)
+        table = Table(
+            title=f"{name} (notebook {court.SYSTEMS[str(name)]})", title_justify="left", box=None, pad_edge=False
+        )
         table.add_column("claim", overflow="fold", ratio=1)  # as wide as the others leave it
         for column, width in (("reported", 11), ("ours", 11), ("verdict", 12)):
             table.add_column(column, overflow="fold", width=width)

@@ -2,6 +2,7 @@
 
 import csv
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -143,7 +144,7 @@ def check_torchvision() -> Check:
     """Nothing here needs it, but transformers imports it where it is, and one for another torch breaks that."""
     name = "torchvision (not needed)"
     try:
-        import torchvision
+        torchvision = importlib.import_module("torchvision")
     except ModuleNotFoundError as error:
         if error.name == "torchvision":
             return Check(name, "OK", "not installed")

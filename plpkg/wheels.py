@@ -147,7 +147,7 @@ def is_of_the_original(trained_on: object, model: str | None, *, warn: bool = Tr
 
     It fits, since only the weights' rounding differs; a warning says so.
     """
-    wheel = WHEELS.get(model)
+    wheel = WHEELS.get(model) if model else None
     if wheel is None or trained_on != wheel.original:
         return False
     if warn:
@@ -248,7 +248,7 @@ def _installed(wheel: Wheel) -> Path | None:
         distribution = importlib.metadata.distribution(wheel.project)
     except importlib.metadata.PackageNotFoundError:
         return None
-    path = Path(distribution.locate_file(wheel.member))
+    path = Path(str(distribution.locate_file(wheel.member)))
     if distribution.version != wheel.version or not path.is_file():
         return None
     return path
@@ -330,7 +330,7 @@ def _convert_smollm2(gguf: Path, out: Path) -> None:
     model.load_state_dict(read.state_dict())
     model.tie_weights()
     model.generation_config = read.generation_config
-    model.to(torch.bfloat16).save_pretrained(out)
+    model.bfloat16().save_pretrained(out)
 
 
 def _convert_minilm(archive: Path, out: Path) -> None:

@@ -85,7 +85,9 @@ class ThreeGraphs(Tabular):
         return self._modules[name](self.parameters, *inputs.values())
 
 
-def three_graphs(model: torch.nn.Module, loss: Callable, example: tuple[torch.Tensor, torch.Tensor]) -> ThreeGraphs:
+def three_graphs(
+    model: torch.nn.Module, loss: Callable[..., torch.Tensor], example: tuple[torch.Tensor, torch.Tensor]
+) -> ThreeGraphs:
     """Compile the training of what has ``requires_grad``, tied weights as one, by ``loss(logits, y)``, one number.
 
     ``example`` is (x, y), of which the shapes alone stay. ValueError: training mode, a loss that does not depend on

@@ -14,6 +14,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -24,15 +25,15 @@ from plpkg.validation import one_of, shown, whole_number
 
 def fleet(
     people: Mapping[str, object],
-    learn: Callable[[str, object], dict],
+    learn: Callable[[str, object], dict[str, Any]],
     *,
     engine: str = "process",
     folder: str | Path | None = None,
-    identity: dict | None = None,
+    identity: dict[str, Any] | None = None,
     workers: int | None = None,
     chunk: int = 8,
     progress: bool = True,
-) -> dict[str, dict]:
+) -> dict[str, dict[str, Any]]:
     """Let every person's device learn; the results come by name, in the order of ``people``.
 
     Parameters
@@ -114,7 +115,7 @@ def _chunks(people: Mapping[str, object], names: list[str], size: int) -> Iterat
         yield {name: people[name] for name in names[begin : begin + size]}
 
 
-def _learned(people: dict[str, object], learn: Callable[[str, object], dict]) -> dict[str, dict]:
+def _learned(people: dict[str, object], learn: Callable[[str, object], dict[str, Any]]) -> dict[str, dict]:
     """Each one's result, on one thread."""
     threads = torch.get_num_threads()
     results = {}
@@ -138,7 +139,7 @@ def _cost(people: int, tasks: int, workers: int, sent: int, data: int) -> str:
 
 
 def _ray(
-    chunks: Iterator[dict], learn: Callable[[str, object], dict], workers: int, tasks: int, progress: bool
+    chunks: Iterator[dict], learn: Callable[[str, object], dict[str, Any]], workers: int, tasks: int, progress: bool
 ) -> Iterator[dict[str, dict]]:
     """Each chunk's results, in the order in which Ray has them."""
     try:

@@ -12,6 +12,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import EllipsisType
+from typing import Any
 
 import torch
 from torch import nn
@@ -419,10 +420,10 @@ def features(model: nn.Module, examples: Examples, batch: int = 64) -> Examples:
 
 def transfer(
     model: nn.Module,
-    train: Examples | Mapping,
-    validation: Examples | Mapping | None,
+    train: Examples | Mapping[str, Any],
+    validation: Examples | Mapping[str, Any] | None,
     scope: str = "head",
-    **settings,
+    **settings: Any,
 ) -> Transfer:
     """Make a public model a person's own, in one go; the parameters are those of :class:`Task`."""
     task = Task(model, train, validation, scope, **settings)

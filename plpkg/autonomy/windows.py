@@ -18,7 +18,7 @@ CHECKPOINT = "learning.safetensors"
 
 
 def learn_in_windows(
-    task: Task, windows: Iterable[Iterable], folder: str | Path, *, checkpoint_every: int = 20
+    task: Task, windows: Iterable[Iterable[object]], folder: str | Path, *, checkpoint_every: int = 20
 ) -> Transfer | None:
     """Learn while it is allowed, from where the last call with this folder stopped.
 

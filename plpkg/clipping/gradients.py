@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import is_fake
@@ -34,8 +35,8 @@ Gradients = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 def clipped_gradients(
     model: torch.nn.Module,
-    loss_per_example: Callable,
-    batch,
+    loss_per_example: Callable[..., torch.Tensor],
+    batch: Any,
     max_grad_norm: float,
     execution: str | Execution = "book_keeping",
     *,

@@ -16,7 +16,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch.nn import functional
@@ -98,7 +98,7 @@ def train_heads(
     alpha: float = 2.5e-3,
     rows: str = "answer",
     chunk_size: int = 4096,
-    tokenizer=None,
+    tokenizer: Any = None,
     out: str | Path | None = None,
     checkpoint_every: int = 100,
     progress: bool = True,
@@ -222,7 +222,7 @@ def _examples(data: Iterable[Example] | Callable[[], Iterable[Example]] | Fields
     if callable(data):
         data = data()
     if isinstance(data, Mapping):
-        return training_loop.endless("the rows of the batch", _rows(data))
+        return training_loop.endless("the rows of the batch", _rows(cast(Fields, data)))
     return data
 
 

@@ -33,6 +33,8 @@ from plpkg.serving.slots import Group, Hooks
 from plpkg.training_loop import endless, frozen, learn, logits_of
 from plpkg.validation import number, shown, whole_number
 
+Batch = torch.Tensor | Mapping[str, Any]
+
 LOGITS = 2**22
 """Logits in memory at a time."""
 
@@ -40,7 +42,7 @@ LOGITS = 2**22
 def train_many(
     model: PreTrainedModel,
     configs: LoraConfig | Mapping[str, LoraConfig],
-    batches: Mapping[str, Iterable[torch.Tensor | Mapping] | torch.Tensor | Mapping],
+    batches: Mapping[str, Iterable[Batch] | Batch],
     *,
     steps: int,
     lr: float,
@@ -259,7 +261,7 @@ def _first(model: PreTrainedModel, form: _Form, name: str, seed: int) -> dict[st
 
 
 def per_person_gradients(
-    model: PreTrainedModel | PeftModel, batches: Mapping[str, torch.Tensor | Mapping], *, max_tokens: int = 512
+    model: PreTrainedModel | PeftModel, batches: Mapping[str, Batch], *, max_tokens: int = 512
 ) -> dict[str, torch.Tensor]:
     """Each person's gradient of an adapter that all of them share.
 

@@ -174,7 +174,7 @@ def decode(
         guesses without what they yield or in a batch whose GPU speed is not a roofline, or settings
         that exclude each other.
     """
-    split = Split(model, rank, link, rtt_s, **split)
+    arrangement = Split(model, rank, link, rtt_s, **split)
     batch = whole_number("batch", batch, 1)
     context = whole_number("context", context, 0)
     in_flight = 1 + whole_number("draft_tokens", draft_tokens, 0)
@@ -183,23 +183,23 @@ def decode(
     yielded = 1 if tokens_per_pass is None else number("tokens_per_pass", tokens_per_pass, 1, in_flight)
     produced = batch * yielded
 
-    pass_s = split.pass_seconds(in_flight, batch, "all", context)
-    sent = split.traffic(in_flight, batch, "all")
-    gpu_speed, source = split.gpu_tokens_per_s(gpu, batch)
+    pass_s = arrangement.pass_seconds(in_flight, batch, "all", context)
+    sent = arrangement.traffic(in_flight, batch, "all")
+    gpu_speed, source = arrangement.gpu_tokens_per_s(gpu, batch)
     if source != "roofline" and draft_tokens and batch > 1:
         raise ValueError(
             f"draft_tokens={draft_tokens} with batch={batch} needs gpu='roofline': a {source} speed says neither "
             "what a batch saves nor what checking guesses costs"
         )
     if source != "roofline":  # the quoted speed includes the LM head, which here runs on the phone
-        model = split.model
-        head_share = model.embedding_parameters / (model.computing_parameters - model.unread_parameters())
+        shape = arrangement.model
+        head_share = shape.embedding_parameters / (shape.computing_parameters - shape.unread_parameters())
         pass_s["decoder"] = batch / gpu_speed * (1 - head_share)
     if context:  # the GPU alone has to read the cache as well
-        gpu_pass_s = batch / gpu_speed + split.cache_s(context, batch, batch)
+        gpu_pass_s = batch / gpu_speed + arrangement.cache_s(context, batch, batch)
         gpu_speed = batch / gpu_pass_s
     return _estimate(
-        split,
+        arrangement,
         accounting,
         FIGURE_OMITS["decode"],
         pass_s,
@@ -208,7 +208,7 @@ def decode(
         gpu_speed,
         source,
         context,
-        cache_bytes=split.cache_bytes(context, batch),
+        cache_bytes=arrangement.cache_bytes(context, batch),
     )
 
 
@@ -235,13 +235,13 @@ def prefill(
     Other parameters, result and errors as in :func:`decode`. The cloud's decoder is a roofline,
     since no prefill speed of the GPU was published.
     """
-    split = Split(model, rank, link, rtt_s, **split)
+    arrangement = Split(model, rank, link, rtt_s, **split)
     tokens = whole_number("tokens", tokens, 1)
     one_of("logits", logits, ("all", "last"))
-    pass_s = split.pass_seconds(tokens, 1, logits)
-    sent = split.traffic(tokens, 1, logits)
-    gpu_speed, source = split.gpu_tokens_per_s("roofline", tokens)
-    return _estimate(split, accounting, FIGURE_OMITS["prefill"], pass_s, sent, tokens, gpu_speed, source)
+    pass_s = arrangement.pass_seconds(tokens, 1, logits)
+    sent = arrangement.traffic(tokens, 1, logits)
+    gpu_speed, source = arrangement.gpu_tokens_per_s("roofline", tokens)
+    return _estimate(arrangement, accounting, FIGURE_OMITS["prefill"], pass_s, sent, tokens, gpu_speed, source)
 
 
 def _estimate(

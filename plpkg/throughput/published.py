@@ -17,11 +17,12 @@ def curves(stage: str):
     Returns a ``pandas.DataFrame``; speeds in tokens per second, ``computed`` by the ``figure`` accounting.
     """
     points = catalog.published(f"private_lora_{stage}")
+    records = points.to_dict("records")
     for column, accounting in (("computed", "figure"), ("literal", "literal")):
         if stage == "decode":
-            runs = [decode(p.model, p.rank, accounting, batch=p.batch) for p in points.itertuples()]
+            runs = [decode(p["model"], p["rank"], accounting, batch=p["batch"]) for p in records]
         else:
-            runs = [prefill(p.model, p.tokens, p.rank, accounting) for p in points.itertuples()]
+            runs = [prefill(p["model"], p["tokens"], p["rank"], accounting) for p in records]
         points[column] = [run.tokens_per_s for run in runs]
     points["difference_percent"] = 100 * (points["computed"] / points["tokens_per_s"] - 1).abs()
     return points
@@ -33,13 +34,13 @@ def resources():
     table = table.rename(columns={"memory_mb": "reported_mb", "gflops_per_token": "reported_gflops"})
     num_bytes = []
     flops = []
-    for row in table.itertuples():
-        if row.method == "whole model":
-            num_bytes.append(whole_model_bytes(row.model, row.bits))
-            flops.append(whole_model_flops(row.model))
+    for row in table.to_dict("records"):
+        if row["method"] == "whole model":
+            num_bytes.append(whole_model_bytes(row["model"], row["bits"]))
+            flops.append(whole_model_flops(row["model"]))
         else:
-            num_bytes.append(phone_memory(row.model).total_bytes)
-            flops.append(phone_flops(row.model))
+            num_bytes.append(phone_memory(row["model"]).total_bytes)
+            flops.append(phone_flops(row["model"]))
     table["computed_mb"] = [each / 1e6 for each in num_bytes]
     table["computed_gflops"] = [each / 1e9 for each in flops]
     return table
@@ -52,6 +53,6 @@ def scores():
     computed = []
     for _, row in table.iterrows():
         base = untuned.loc[row["model"]]
-        computed.append(score(row["tokens_per_s"], base["tokens_per_s"], row[BENCHMARKS], base[BENCHMARKS]))
+        computed.append(score(row["tokens_per_s"], base["tokens_per_s"], list(row[BENCHMARKS]), list(base[BENCHMARKS])))
     table["computed"] = computed
     return table

@@ -12,6 +12,7 @@ is left, and where C is far above all norms, what moves is far below C. So take 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -89,10 +90,10 @@ class Sensitivity(Tabular):
 
 def check_sensitivity(
     step: Callable[..., Update],
-    batch,
+    batch: Any,
     max_grad_norm: float,
     *,
-    users: Sequence | torch.Tensor | None = None,
+    users: Sequence[object] | torch.Tensor | None = None,
     tolerance: float = 1e-4,
 ) -> Sensitivity:
     """Take each example away from a batch, and take each alone; or each user, with all examples of that user.

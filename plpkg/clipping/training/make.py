@@ -27,7 +27,7 @@ import inspect
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import asdict
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,10 +49,10 @@ from plpkg.validation import number, one_of, whole_number
 def make_private(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    dataset: Sequence | torch.utils.data.Dataset | torch.utils.data.DataLoader | None,
-    losses: Callable | None = None,
+    dataset: Sequence[Any] | torch.utils.data.Dataset[Any] | torch.utils.data.DataLoader[Any] | None,
+    losses: Callable[..., torch.Tensor] | None = None,
     *,
-    per_example: Callable | None = None,
+    per_example: Callable[..., Any] | None = None,
     batch_size: float | None = None,
     max_grad_norm: float | Sequence[float] | Callable[[int], float],
     noise_multiplier: float | Callable[[int], float] | None = None,

@@ -174,7 +174,7 @@ async def swept(store) -> None:
             await store.sweep()
 
 
-def loaded(model: str, dtype: str, device: str):
+def loaded(model: str, dtype: str, device: str) -> tuple[Any, Any]:
     """A model by the names of the command line, and its tokenizer."""
     import torch
 
@@ -192,12 +192,12 @@ def replica(base, tokenizer, store, disk, *, limits, slots: int, batch: int, pos
     from plpkg.serving.service import Replica, Scheduler, Tiers
     from plpkg.serving.service.tiers import Disk
 
-    engine = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
+    served = Engine(base, tokenizer, max_batch=batch, max_step_tokens=max(512, batch), **engine)
     shared = bool(os.environ.get("PLPKG_KEYS"))  # by several accounts
     each = max(1, max_queued // 4) if shared else None
     scheduler = Scheduler(slots, batch, positions, max_queued, each)
     tiers = Tiers(store, base, limits=limits, shared=shared, disk=Disk(disk))
-    return Replica(engine, tiers, scheduler)
+    return Replica(served, tiers, scheduler)
 
 
 def replica_of(model: str, dtype: str, device: str, location: str, disk, **options):

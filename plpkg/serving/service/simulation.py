@@ -25,7 +25,15 @@ class Arrival(NamedTuple):
     new: int
 
 
-def arrivals(count, per_s, tenants, popularity="zipf", *, tokens=(8, 128), seed=0) -> list[Arrival]:
+def arrivals(
+    count: int,
+    per_s: float,
+    tenants: int,
+    popularity: str = "zipf",
+    *,
+    tokens: tuple[int, int] = (8, 128),
+    seed: int = 0,
+) -> list[Arrival]:
     """Draw ``count`` requests that come at random (Poisson), ``per_s`` in a second on average.
 
     ``popularity`` is one of :data:`plpkg.serving.popularity.ARRIVALS`. Punica's geometric law would leave most of many

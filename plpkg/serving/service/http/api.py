@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request as Call
@@ -37,8 +38,8 @@ SERVED = ("/v1/completions", "/v1/chat/completions", "/v1/models", "/v1/accounts
 
 
 def app(
-    backend, store: Store, model, tokenizer, *, name: str, keys: Keys | None = None, limits=None, origins=(),
-    max_model_len: int | None = None,
+    backend: Any, store: Store, model: Any, tokenizer: Any, *, name: str, keys: Keys | None = None,
+    limits: AdapterLimits | str | None = None, origins: Sequence[str] = (), max_model_len: int | None = None,
 ) -> FastAPI:  # fmt: skip
     """The service as an ASGI application.
 
