@@ -43,7 +43,7 @@ nitpick_ignore_regex = [
     # pieces of signatures that are no Python, for the default values that pydantic and PEFT give
     (
         "py:class",
-        r"(Min|Max)Len|[GL][et]|FailFast|FieldInfo|NoneType|PeftType|Pydantic\w+|TaskType|dict\[str|t\.Any|plpkg\.adapters\.config\._listed",
+        r"(Min|Max)Len|[GL][et]|FailFast|FieldInfo|NoneType|PeftType|Pydantic\w+|TaskType|dict\[str|t\.Any|plpkg\.(adapters\.config\._listed|serving\.service\.http\.bodies\._one)",
     ),
 ]
 

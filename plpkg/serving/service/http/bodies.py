@@ -75,7 +75,7 @@ class Settings(Unserved):
     stream: OrNull[bool] = False
     stream_options: OrNull[Usage] = Usage()
     n: OrNull[int] = Field(1, ge=1, le=64)
-    logit_bias: dict[str, Annotated[Any, Only(0)]] | None = None
+    logit_bias: dict[str, Annotated[Any, Only((0,))]] | None = None
 
 
 class Completion(Settings):
@@ -85,7 +85,7 @@ class Completion(Settings):
     best_of: OrNull[int] = Field(1, ge=1, le=64, description="1, or as many as n.")
     echo: OrNull[bool] = Field(False, description="The prompt's text comes first, and its log-probabilities.")
     logprobs: Annotated[int | None, Field(ge=0, le=TOP), BeforeValidator(lambda v: None if v is False else v)] = None
-    suffix: Annotated[Any, Only("")] = ""
+    suffix: Annotated[Any, Only(("",))] = ""
 
     @field_validator("best_of")
     @classmethod

@@ -1,6 +1,7 @@
 """Settings that are not served: the values with which they change nothing, which clients send as their defaults."""
 
 import json
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, GetCoreSchemaHandler, create_model, model_validator
@@ -34,21 +35,21 @@ UNUSED = {
 """Settings that change nothing whatever they hold."""
 
 
+@dataclass(eq=False)  # or Annotated would take 0 and False for one
 class Only:
     """Annotates a field that has one of these values, or is null."""
 
-    def __init__(self, *values) -> None:
-        self._values = values
+    values: tuple
 
     def __get_pydantic_core_schema__(self, kind: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return no_info_after_validator_function(self._checked, handler(kind))
 
     def __get_pydantic_json_schema__(self, *_) -> dict:
-        return {"enum": [*self._values, None]}
+        return {"enum": [*self.values, None]}
 
     def _checked(self, value):
-        if not any(_same(value, each) for each in self._values):
-            told = {"served": " or ".join(map(json.dumps, [*self._values, None])), "got": shown(value)}
+        if not any(_same(value, each) for each in self.values):
+            told = {"served": " or ".join(map(json.dumps, [*self.values, None])), "got": shown(value)}
             raise PydanticCustomError("not_served", "only {served} is served, got {got}", told)
         return value
 
@@ -60,7 +61,7 @@ def _same(value, each) -> bool:
 
 def neutral(table: dict) -> dict:
     """The fields of a table of neutral values, for ``create_model``."""
-    return {name: (Annotated[Any, Only(*values)], None) for name, values in table.items()}
+    return {name: (Annotated[Any, Only(values)], None) for name, values in table.items()}
 
 
 class Sent(BaseModel):
