@@ -96,14 +96,14 @@ def process(command):
 
 
 @contextlib.contextmanager
-def serving(folder, options="", start=process):
-    """A cloud that ``start`` runs with these arguments of ``plpkg``; gives its address, and ends it as Ctrl+C does."""
+def serving(folder, options="", start=process, number=signal.SIGINT):
+    """A cloud that ``start`` runs with these arguments of ``plpkg``; gives its address, and ends it by a signal."""
     with start(shlex.split(f"cloud --model {folder} {NEW} --listen 127.0.0.1:0 {options}")) as process:
         address = line_of(process.stdout, LISTENING)[1]
         try:
             yield address
         finally:
-            process.send_signal(signal.SIGINT)
+            process.send_signal(number)
             rest = process.stdout.read()
             assert process.wait() == 0, rest
         assert "round trips" in rest
@@ -151,6 +151,12 @@ def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
         assert result.exit_code == 2
         assert message in result.output
     assert not slept  # trying again would not help
+
+
+def test_sigterm_ends_a_cloud_as_ctrl_c_does(folder):
+    """The first process of a container would not notice a signal without a handler."""
+    with serving(folder, number=signal.SIGTERM):
+        pass
 
 
 def test_a_line_that_is_too_long_or_no_text_ends_nothing(secured, folder, tls):

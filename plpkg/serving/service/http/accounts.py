@@ -46,7 +46,10 @@ class Keys:
     def read(cls, path: str | Path) -> "Keys":
         """The keys of a regular file in UTF-8, of at most 1 MiB; it warns if others than its owner can read it."""
         path = Path(path)
-        content = bytes(read_file(path, 2**20))
+        try:
+            content = bytes(read_file(path, 2**20))
+        except ValueError as error:  # which names the file without its folder
+            raise ValueError(f"no keys were read from {path}: {error}") from None
         if path.stat().st_mode & 0o077:
             warnings.warn(f"others than its owner can read the keys in {path}: chmod 600 {path}", stacklevel=2)
         try:
