@@ -25,7 +25,7 @@ RUN plpkg fetch \
     && chmod --recursive a+rX "$PLPKG_CACHE" /opt/plpkg
 
 FROM ${PYTHON_IMAGE}
-ARG VERSION=0.1.0
+ARG VERSION=1.0.0
 ARG REVISION=unknown
 LABEL org.opencontainers.image.title="plpkg" \
       org.opencontainers.image.description="plpkg serve on CPUs, with SmolLM2-135M-Instruct and all-MiniLM-L6-v2" \
