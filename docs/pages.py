@@ -49,6 +49,7 @@ TEXTS = [
     "data/README.md",
     "data/measured/README.md",
     *(f"data/{model}/README.md" for model in MODELS),
+    "examples/train_privately.py",
     "data/claims.csv",
     "data/measured/residual_families.csv",
 ]
