@@ -39,7 +39,7 @@ def main(folder: str, scope: str, steps: int, out: str, model: str) -> None:
     documents = corpora.encode(texts, tokenizer)
     learnt, later, test = part(documents, 0, 0.8), part(documents, 0.8, 0.9), part(documents, 0.9, 1)
     print("before:", suggested(public, tokenizer, test))
-    mine = autonomy.transfer(public, learnt, later, scope, steps=steps, batch=4, evaluate_every=max(1, steps // 4))
+    mine = autonomy.transfer(public, learnt, later, scope, steps=steps, batch=4, evaluate_every=max(1, steps // 2))
     print(f"learnt {mine.step} of {steps} steps; after:", suggested(mine.model, tokenizer, test))
     mine.save(out)
     loaded = PeftModel.from_pretrained(public, out) if scope == "lora" else autonomy.load(public, out).model
@@ -50,7 +50,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default=catalog.data_path("notes", "folders", "long"))
     parser.add_argument("--scope", choices=["lora", "head"], default="lora")
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=16)
     parser.add_argument("--out", default="my_night")
     parser.add_argument("--model", default="smollm2")
     try:
