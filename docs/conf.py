@@ -36,8 +36,9 @@ OTHERS = sorted({*sys.stdlib_module_names, *packages_distributions()} - {"plpkg"
 nitpick_ignore_regex = [
     # what others define: offline there is no inventory of their pages
     ("py:.*", rf"({'|'.join(map(re.escape, OTHERS))})\..*"),
-    # protobuf's messages, a type variable, and what has no docstring of its own
+    # protobuf's messages, type variables, and what has no docstring of its own
     ("py:class", r"plpkg\.residual\.wire\.(wire_pb2\..*|connection\.Result)"),
+    ("py:class", r"plpkg\.validation\.T|Arguments"),
     ("py:data", r"(.*\.)?[A-Z_]+"),
     ("py:attr", r"address|users"),
     # pieces of signatures that are no Python, for the default values that pydantic and PEFT give
