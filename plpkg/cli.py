@@ -1,5 +1,6 @@
 """The command line: ``plpkg ask``, ``fetch``, ``doctor``, ``claims``, ``pretrain``, and the rooms' own commands."""
 
+import contextlib
 import io
 import sys
 from pathlib import Path
@@ -28,8 +29,9 @@ class OneLineErrors(TyperGroup):
     """
 
     def main(self, *args, **kwargs) -> object:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is a question mark, no error
-            sys.stdout.reconfigure(errors="replace")
+        with contextlib.suppress(OSError):  # a file that others write as well may not tell where it is
+            if isinstance(sys.stdout, io.TextIOWrapper):  # what a terminal cannot show is a question mark, no error
+                sys.stdout.reconfigure(errors="replace")
         return super().main(*args, **kwargs)
 
     def invoke(self, context: typer.Context) -> object:

@@ -82,8 +82,8 @@ def cloud(
         server = CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **cut)
         release(adapted, server.part)
         with server:
-            typer.echo(f"listening on {server.address}; end with Ctrl+C")
             try:
+                typer.echo(f"listening on {server.address}; end with Ctrl+C")
                 server.wait()
             except KeyboardInterrupt:
                 typer.echo(repr(server.traffic))
