@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import (
@@ -13,8 +13,23 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import Cache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from plpkg.validation import whole_number
+
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""What models call the keys and values of what they have read: transformers 5.24 renamed argument and output."""
+
+
+def cache_argument(cache: Cache | None) -> dict[str, Cache | None]:
+    """A cache as the keyword argument of a model, by the name that it has in the installed transformers."""
+    return {CACHE: cache}
+
+
+def cache_among(named: Mapping[str, object]) -> object:
+    """The cache among a model's keyword arguments, or in its output, by either name; None where there is none."""
+    return named["cache"] if "cache" in named else named.get("past_key_values")
 
 
 def warpers(*, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> LogitsProcessorList:

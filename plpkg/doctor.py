@@ -124,6 +124,8 @@ def check_dependency(requirement: Requirement) -> Check:
 
 def check_extra(extra: str, requirements: list[Requirement]) -> list[Check]:
     """One line for an extra that is whole or missing; and one for each of its packages that has another version."""
+    if not requirements:  # its markers leave all out
+        return [Check(f"[{extra}]", "SKIP", "has no package for this Python and platform", "none needed")]
     checks = [check_dependency(requirement) for requirement in requirements]
     missing = [check.name for check in checks if check.found == "not installed"]
     failures = [check for check in checks if check.status == "FAIL" and check.name not in missing]

@@ -1,11 +1,13 @@
 """How tokens become text: the parts are the whole, whatever spans tokens, and nothing of the prompt."""
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from plpkg.decoding import Text, _may_become
+from plpkg.backbones import random_backbone
+from plpkg.decoding import Text, _may_become, cache_among, cache_argument
 
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
 PIECES = ["<s>", "a", "▁", "▁a", "▁▁", "b", "▁漢", "é", "\ufffd", ".", "'", "▁."]
@@ -35,6 +37,19 @@ def words(model, decoder, **options):
 def byte_level():
     names = ["<s>", "a", *(set(pre_tokenizers.ByteLevel.alphabet()) - {"a"}), "Ġa", "ðŁ", "ĻĤ"]
     return made(models.BPE({name: n for n, name in enumerate(names)}, []), decoders.ByteLevel())
+
+
+@torch.no_grad()
+def test_a_model_goes_on_with_what_it_has_read():
+    """By a name that the installed transformers does not warn of: 5.24 has another than 5.23."""
+    model, ids = random_backbone("llama"), torch.arange(8)[None]
+    cache = cache_among(model(ids[:, :5], use_cache=True))
+    after = model(ids[:, 5:], **cache_argument(cache))
+    assert cache_among(after) is cache
+    assert cache.get_seq_length() == 8
+    assert cache_among({"cache": cache}) is cache_among({"past_key_values": cache}) is cache
+    assert cache_among({}) is cache_among(model(ids, use_cache=False)) is None
+    torch.testing.assert_close(after.logits, model(ids).logits[:, 5:])
 
 
 KINDS = {

@@ -74,6 +74,14 @@ def test_a_missing_extra_is_one_line_whose_remedy_fits_the_installation(monkeypa
     assert doctor.check_extra("serve", requirements) == [expected]
 
 
+def test_an_extra_that_markers_leave_empty_is_not_called_whole(monkeypatch):
+    monkeypatch.setattr(
+        metadata.distribution("plpkg").__class__, "requires", ["ray; python_version < '3' and extra == 'scale'"]
+    )
+    (check,) = (check for check in doctor.check_dependencies() if check.name == "[scale]")
+    assert (check.status, check.remedy) == ("SKIP", "none needed")
+
+
 def test_an_extra_with_a_package_of_another_version_fails():
     (check,) = doctor.check_extra("serve", [Requirement("pandas>=1"), Requirement("numpy>=99")])
     assert (check.name, check.status, check.remedy) == ("numpy", "FAIL", "pip install 'numpy>=99'")

@@ -41,6 +41,7 @@ from plpkg.autonomy import baselines, evaluate, transfer
 from plpkg.autonomy.transfer import Transfer
 from plpkg.backbones import load_backbone
 from plpkg.corpora import Person, token_examples
+from plpkg.decoding import cache_argument
 from plpkg.residual import PrivateLoraConfig
 
 LIMITS = dict(train=3_000, validation=600, test=3_000)
@@ -154,13 +155,13 @@ def three_words(model, before: list[int], mix: Mix) -> list[str]:
     """What a keyboard would show: of the three likeliest tokens that begin a word, the words that they become."""
     _, tokenizer = model_and_tokenizer()
     cached = DynamicCache(config=model.config)
-    values = model(input_ids=torch.tensor([before]), past_key_values=cached).logits[0, -1].log_softmax(-1)
+    values = model(input_ids=torch.tensor([before]), **cache_argument(cached)).logits[0, -1].log_softmax(-1)
     likely = mix(before, values).masked_fill(~begins_a_word(), -torch.inf).topk(3).indices.tolist()
     cached.batch_repeat_interleave(3)
     written = [[each] for each in likely]
     for _ in range(LONGEST - 1):
         last = torch.tensor([each[-1:] for each in written])
-        values = model(input_ids=last, past_key_values=cached).logits[:, -1].log_softmax(-1)
+        values = model(input_ids=last, **cache_argument(cached)).logits[:, -1].log_softmax(-1)
         for each, row in zip(written, values, strict=True):
             each.append(int(mix(before + each, row).argmax()))
     return [re.match(r" ([^\W\d_]+)", tokenizer.decode(each))[1] for each in written]

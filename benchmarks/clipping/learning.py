@@ -60,6 +60,7 @@ from plpkg import corpora
 from plpkg.backbones import load_backbone
 from plpkg.clipping import make_private
 from plpkg.clipping.training.accounting import noise_for
+from plpkg.decoding import cache_among, cache_argument
 from plpkg.scoring import score
 
 WRITER = "sklearn"
@@ -299,9 +300,9 @@ def rank(model, tokenizer, question: str, candidates: list[str]) -> int:
     losses = []
     for part in labels.split(250):
         read = model(input_ids=torch.tensor([prompt]), use_cache=True)
-        cache, first = read.past_key_values, read.logits[:, -1:].expand(len(part), -1, -1)
+        cache, first = cache_among(read), read.logits[:, -1:].expand(len(part), -1, -1)
         cache.batch_repeat_interleave(len(part))
-        rest = model(input_ids=part[:, :-1].clamp(min=0), past_key_values=cache).logits
+        rest = model(input_ids=part[:, :-1].clamp(min=0), **cache_argument(cache)).logits
         logits = torch.cat([first, rest], 1).transpose(1, 2)  # (candidates, vocab, tail)
         losses.append(functional.cross_entropy(logits, part, reduction="none").sum(1))
     losses = torch.cat(losses)

@@ -34,6 +34,7 @@ from benchmarks.residual.processes import MANY, build, client, cloud
 from benchmarks.serving.relay import UNLIMITED, Relay
 from plpkg import communication
 from plpkg.catalog import Link, ModelShape
+from plpkg.decoding import cache_argument
 from plpkg.residual import DeviceClient
 
 PROMPT = 16
@@ -108,7 +109,7 @@ def token_seconds(device: DeviceClient, ids: torch.Tensor, count: int) -> list[f
 def one_process(model, ids: torch.Tensor, count: int) -> list[float]:
     cache, times, step = DynamicCache(config=model.config), [], ids
     for _ in range(count + 1):
-        logits = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(input_ids=step, **cache_argument(cache), use_cache=True, logits_to_keep=1).logits
         step = logits[:, -1:].argmax(-1)
         times.append(time.perf_counter())
     return [b - a for a, b in itertools.pairwise(times)]

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn import functional
 from tqdm.auto import tqdm
 
+from plpkg.decoding import cache_argument
 from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.layers import attention_layers
@@ -158,7 +159,7 @@ def train_merger(
         except StopIteration:
             raise ValueError(f"the data end after {step} of {steps} steps") from None
         cache = merging_prefill(model, prompt, scorer, budget, chunk_size, merger).cache
-        logits = model(answer, past_key_values=cache).logits[:, :-1]
+        logits = model(answer, **cache_argument(cache)).logits[:, :-1]
         loss = functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
         loss.backward()
         return loss.item()

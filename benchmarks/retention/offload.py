@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import Cache, DynamicLayer
 
 from benchmarks.retention.rewriting import Rewriting
+from plpkg.decoding import cache_argument
 from plpkg.retention.store import gather
 from plpkg.retention.watch import Units, watching
 
@@ -58,7 +59,7 @@ class OffloadedCache(Cache):
 def retrieving(
     model: nn.Module, *, block: int = 128, top: int = 16, first: int = 4, local: int = 512
 ) -> Iterator[OffloadedCache]:
-    """Let a model fetch blocks while it runs: pass the cache as ``past_key_values``.
+    """Let a model fetch blocks while it runs: pass the cache by :func:`plpkg.decoding.cache_argument`.
 
     Parameters
     ----------
@@ -121,5 +122,5 @@ def retrieving(
 def read(model: nn.Module, cache: OffloadedCache, input_ids: torch.Tensor, chunk_size: int) -> torch.Tensor:
     """Run a prompt ``(batch, seq)`` chunk by chunk; the logits after its last token ``(batch, vocab)``."""
     for ids in input_ids.split(chunk_size, dim=1):
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(input_ids=ids, **cache_argument(cache), use_cache=True, logits_to_keep=1).logits
     return logits[:, -1]

@@ -31,6 +31,7 @@ import torch
 
 from benchmarks import record
 from plpkg.backbones import random_backbone
+from plpkg.decoding import cache_among
 from plpkg.retention import chunked_prefill
 from plpkg.retention.presses import SAME_IN_CHUNKS, Press
 from plpkg.retention.reading import PrefillResult
@@ -56,7 +57,7 @@ def own_choice(model, ids: torch.Tensor, press) -> torch.Tensor:
     chosen, layers = [], [layer.self_attn for layer in model.model.layers]
 
     def hook(module, _args, kwargs, output):
-        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        layer = cache_among(kwargs).layers[module.layer_idx]
         _, values = press.compress(module, kwargs["hidden_states"], layer.keys, layer.values, output[1], kwargs)
         chosen.append((values[:, :, :, None] == layer.values[:, :, None]).all(dim=-1).any(dim=2))
 

@@ -37,6 +37,7 @@ from benchmarks.retention.lookup import train_lookup
 from benchmarks.retention.sparse import VerticalSlash
 from plpkg import catalog
 from plpkg.backbones import load_backbone, random_backbone
+from plpkg.decoding import cache_among, cache_argument
 from plpkg.memory import MemoryTimeline
 from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers, text, tiny
@@ -260,7 +261,7 @@ def methods(model, heads) -> dict[str, Callable[[torch.Tensor], object]]:
         return lambda ids: merge.merging_prefill(model, ids, scorer, 8, 32, merger).cache
 
     def full(ids):
-        return model(ids, use_cache=True, logits_to_keep=1).past_key_values
+        return cache_among(model(ids, use_cache=True, logits_to_keep=1))
 
     def chunked(ids):
         return chunked_prefill(
@@ -303,13 +304,13 @@ def rows_of_table() -> Iterator[dict]:
         if read is None:
             with offload.retrieving(model, **extra) as cache:
                 offload.read(model, cache, ids, 32)
-                return None if answer is None else model(answer, past_key_values=cache).logits
+                return None if answer is None else model(answer, **cache_argument(cache)).logits
         if isinstance(extra, VerticalSlash):
             with extra.on(model):
                 cache = read(ids)
         else:
             cache = read(ids)
-        return None if answer is None else model(answer, past_key_values=cache).logits
+        return None if answer is None else model(answer, **cache_argument(cache)).logits
 
     cpu_s = taking_turns({name: functools.partial(run, *entry, long[2048]) for name, entry in entries.items()}, 9)
     for name, entry in entries.items():
@@ -385,8 +386,8 @@ def rows_of_quanto() -> Iterator[dict]:
         for prompt, answer in held_out:
             cache = QuantizedCache("quanto", model.config, nbits=bits, q_group_size=32, residual_length=32)
             for ids in prompt.split(64, dim=1):
-                first = model(ids, past_key_values=cache, logits_to_keep=1).logits
-            logits = torch.cat([first, model(answer[:, :-1], past_key_values=cache).logits], dim=1)
+                first = model(ids, **cache_argument(cache), logits_to_keep=1).logits
+            logits = torch.cat([first, model(answer[:, :-1], **cache_argument(cache)).logits], dim=1)
             nats.append(torch.nn.functional.cross_entropy(logits.flatten(0, 1), answer.flatten()))
         perplexity = torch.stack(nats).mean().exp().item()
         yield dict(case=f"{bits} bit, transformers' quanto", perplexity=perplexity, cpu_s=time.process_time() - began)

@@ -20,6 +20,7 @@ MAX_HEADER_BYTES = 2**20
 MAX_TENSORS = 4096
 MAX_CONFIG_BYTES = 2**16
 MAX_BYTES = 2**31
+MAX_DEPTH = 100  # Python's json stops at less than 1,000 before 3.14, and at some 100,000 since
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The numbers that weights are made of, and their bytes."""
 MAGIC = {b"\x80": "a pickle", b"PK\x03\x04": "a zip archive, as torch.save writes", b"version ": "a Git LFS pointer"}
@@ -117,12 +118,12 @@ def header_length(start: bytes | bytearray) -> int:
 
 
 def strict_json(data: bytes | bytearray) -> dict:
-    """A JSON object in UTF-8, no name in it twice, its numbers finite and of at most 40 characters."""
+    """A JSON object in UTF-8: no name twice, at most 100 deep, its numbers finite and of at most 40 characters."""
     try:
-        text = bytes(data).decode()
-        value = json.loads(
-            text, object_pairs_hook=_unique, parse_int=_number, parse_float=_number, parse_constant=_number
-        )
+        hooks = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
+        value = json.loads(bytes(data).decode(), object_pairs_hook=_unique, **hooks)
+        if _deeper_than(MAX_DEPTH, value):
+            raise ValueError("nested too deeply")
         require_characters(data, value)
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 at byte {error.start}") from None
@@ -133,6 +134,17 @@ def strict_json(data: bytes | bytearray) -> dict:
     if not isinstance(value, dict):
         raise ValueError(f"not an object, but {shown(value)}")
     return value
+
+
+def _deeper_than(depth: int, value: object) -> bool:
+    """Whether more than so many lists and objects stand in each other."""
+    level = [value]
+    for _ in range(depth + 1):
+        level = [each for each in level if isinstance(each, list | dict)]
+        if not level:
+            return False
+        level = [inner for each in level for inner in (each.values() if isinstance(each, dict) else each)]
+    return True
 
 
 def require_characters(data: bytes | bytearray, value: object) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from plpkg.decoding import cache_among, cache_argument
 from plpkg.fingerprints import stamp
 from plpkg.results import Tabular
 from plpkg.retention.cache import EvictingCache, ReassignedPositions
@@ -206,7 +207,7 @@ class Eviction:
         """Run tokens ``(batch, n)`` through the model; the logits after the last one."""
         start = self._prepare(ids)
         wanted = 0 if self.scorer.needs_logits else 1  # transformers takes 0 for all
-        output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=wanted)
+        output = self.model(input_ids=ids, **cache_argument(self.cache), use_cache=True, logits_to_keep=wanted)
         self._after(ids, start, output.logits)
         self._require_scores()
         return output.logits[:, -1]
@@ -304,7 +305,7 @@ class Eviction:
 
         # A thread that is about to call a hook while another removes it calls it without kwargs.
         def before(_module, args, kwargs: Any = MappingProxyType({})):
-            if kwargs.get("past_key_values") is self.cache:
+            if cache_among(kwargs) is self.cache:
                 return self._begin_step(args, kwargs)
             return None  # somebody else's forward pass
 

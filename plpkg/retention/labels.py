@@ -13,6 +13,7 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from plpkg.decoding import cache_argument
 from plpkg.inputs import Ids
 from plpkg.retention.cache import bounded
 from plpkg.retention.layers import check_ids
@@ -87,10 +88,10 @@ def labels_and_states(
     with torch.no_grad(), evaluating(model), watching(model, watch, cache):
         for start in range(0, first_row, chunk_size):
             chunk = input_ids[:, start : min(start + chunk_size, first_row)]
-            model(input_ids=chunk, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=chunk, **cache_argument(cache), use_cache=True, logits_to_keep=1)
         watch.show = label
         row_ids = input_ids[:, first_row : seq - shift]
-        model(input_ids=row_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=row_ids, **cache_argument(cache), use_cache=True, logits_to_keep=1)
     by_layer = [torch.cat(states[i], dim=1) for i in sorted(states)]
     return torch.stack([labels[i] for i in sorted(labels)]), by_layer
 

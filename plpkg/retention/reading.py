@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from plpkg.backbones import fingerprint
+from plpkg.decoding import cache_argument
 from plpkg.files import checkpoints
 from plpkg.fingerprints import digest, stamp
 from plpkg.inputs import token_ids
@@ -33,7 +34,8 @@ OURS = (
     "inputs_embeds",
     "attention_mask",
     "position_ids",
-    "past_key_values",
+    "cache",
+    "past_key_values",  # the cache's name before transformers 5.24
     "use_cache",
     "cache_implementation",
 )
@@ -88,7 +90,7 @@ class PrefillResult:
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "past_key_values": self.cache,
+            **cache_argument(self.cache),
             "use_cache": True,
             "cache_implementation": None,  # else a model's own configuration would make another cache
         }
@@ -165,7 +167,7 @@ class PrefillResult:
             As :meth:`ask`.
         """
         with self._lent(model, ids) as rows, torch.no_grad():
-            logits = model(input_ids=rows, past_key_values=self.cache, use_cache=True).logits
+            logits = model(input_ids=rows, **cache_argument(self.cache), use_cache=True).logits
             copies = len(rows) // len(self.logits)
             before = self.logits.repeat_interleave(copies, dim=0)[:, None]  # they predict the first token
             log_p = torch.cat([before, logits[:, :-1]], dim=1).float().log_softmax(-1)  # (rows, n, vocab)

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from transformers import DynamicCache
 
+from plpkg.decoding import cache_argument
 from plpkg.fingerprints import Stamp, stamp
 from plpkg.training_loop import evaluating
 
@@ -160,5 +161,5 @@ def _keys_at(model: Any, start: int) -> list[torch.Tensor]:
     positions = torch.arange(start, start + 2, device=device)[None]
     cache: Any = DynamicCache(config=model.config)
     with torch.no_grad(), torch.autocast(device.type, enabled=False), evaluating(model):  # autocast would round
-        model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, position_ids=positions, **cache_argument(cache), use_cache=True)
     return [layer.keys for layer in cache.layers]

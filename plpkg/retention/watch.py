@@ -24,6 +24,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from plpkg.decoding import cache_among
 from plpkg.retention.layers import Layer, attention_layers
 
 KNOWN = ("s_aux", "attention_mask", "position_ids", "cache_position", "cu_seq_lens_q", "cu_seq_lens_k")
@@ -245,7 +246,7 @@ def watching(model: Any, watch: Watch, cache: Cache | None = None) -> Iterator[W
     # A thread that is about to call a hook while another removes it calls it without kwargs.
     def begin(_module, _args, kwargs=MappingProxyType({})) -> None:
         end()  # of a pass that broke off before its hooks
-        if cache is None or kwargs.get("past_key_values") is cache:
+        if cache is None or cache_among(kwargs) is cache:
             _NOW.watch = watch
 
     def projected(number: int, _module, _args, output: torch.Tensor) -> None:

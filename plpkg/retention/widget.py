@@ -7,6 +7,7 @@ import ipywidgets
 import numpy as np
 import torch
 
+from plpkg.decoding import cache_argument
 from plpkg.retention import plots, scorers, tiny
 from plpkg.retention.eviction import Log
 from plpkg.retention.labels import cis_labels
@@ -88,7 +89,7 @@ def compute(scorer: str, budget: int, stabilizers: int) -> Kept:
     ids = tiny.packed(task.ids)
     prompt_len = task.prompt.shape[1]
     read = chunked_prefill(model, ids[:, :prompt_len], chosen, budget, CHUNK, stabilizers, log_positions=True)
-    logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
+    logits = model(ids[:, prompt_len:], **cache_argument(read.cache)).logits
     right = task.right(logits)
     return Kept(
         scorer=scorer,

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicLayer, PreTrainedConfig, PreTrainedModel
 
-from plpkg.decoding import longest_text
+from plpkg.decoding import cache_argument, longest_text
 from plpkg.serving.attention import KeyValues, Row, packed, read
 
 LENGTH = 6
@@ -149,6 +149,6 @@ def _alone(model: PreTrainedModel, start: int, text: list[int]) -> torch.Tensor:
             input_ids=ids,
             position_ids=torch.arange(start, start + LENGTH, device=model.device)[None],
             attention_mask=ids.new_ones(1, start + LENGTH),
-            past_key_values=Cache(layers=[_Before(start) for _ in range(layers)]),
+            **cache_argument(Cache(layers=[_Before(start) for _ in range(layers)])),
             use_cache=True,
         ).logits[0, -1]

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 from plpkg.backbones import random_backbone
+from plpkg.decoding import cache_argument
 from plpkg.retention import chunked_prefill
 from plpkg.retention.cache import EvictingCache, ReassignedPositions
 from plpkg.retention.eviction import keep_indices
@@ -79,7 +80,7 @@ def test_rotary_is_each_familys_own(backbone, ids, family, attention):
     model, seen = backbone(family, attention), {}
     cache = EvictingCache(model)
     with torch.no_grad(), watching(model, Watch(lambda units: seen.update({units.layer: units.projected})), cache):
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(cache))
     for i, layer in cache.evicting.items():
         keys = seen[i].unflatten(-1, (-1, 16))[:, :, 4:6].transpose(1, 2)  # of 4 query, 2 key and 2 value heads
         assert_close(layer.store.keys, keys, terms=TURN + BACK)
@@ -115,7 +116,7 @@ def test_bfloat16_does_not_drift_over_many_cuts():
 def cache(request):
     cache = EvictingCache(LLAMA, request.param)
     with torch.no_grad():
-        LLAMA(torch.arange(12).view(2, 6), past_key_values=cache)
+        LLAMA(torch.arange(12).view(2, 6), **cache_argument(cache))
     for layer in cache.layers:
         layer.scores = torch.rand(2, 2, 6)
     return cache
@@ -142,7 +143,7 @@ def test_bytes_are_those_of_keys_and_values_and_a_copy_is_independent(cache):
 def test_reset_forgets_everything(cache):
     cache.reset()
     assert cache.kept == cache.get_seq_length() == cache.num_bytes == 0
-    LLAMA(torch.arange(6)[None], past_key_values=cache)
+    LLAMA(torch.arange(6)[None], **cache_argument(cache))
     assert cache.kept == 6
 
 

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
+from plpkg.decoding import cache_among, cache_argument
 from plpkg.retention import chunked_prefill, cis_labels, scorers
 from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import in_double, other_family
@@ -238,7 +239,7 @@ def read_and_go_on(model, ids, budget, positions):
     scorer = scorers.Static(SCORES.expand(LAYERS, len(ids), 1, PROMPT))
     read = chunked_prefill(model, ids[:, :PROMPT], scorer, budget, CHUNK, positions=positions)
     with torch.no_grad():
-        return torch.cat([read.logits[:, None], model(ids[:, PROMPT:], past_key_values=read.cache).logits], dim=1)
+        return torch.cat([read.logits[:, None], model(ids[:, PROMPT:], **cache_argument(read.cache)).logits], dim=1)
 
 
 def passes():
@@ -338,7 +339,7 @@ def moved(model, ids):
                 cache.cut([units.index(unit) for unit in held])
             places = torch.arange(len(held), len(held) + len(chunk))[None]
             new = ids[:, chunk.start : chunk.stop]
-            logits.append(model(new, past_key_values=cache, position_ids=places).logits)
+            logits.append(model(new, **cache_argument(cache), position_ids=places).logits)
             units = [*held, *chunk]
     return torch.cat(logits, dim=1)[:, PROMPT - 1 :]
 
@@ -517,9 +518,9 @@ def test_beyond_learnt_positions_there_are_none(make, use, got):
 
 
 class OfItsOwn(LlamaAttention):
-    def forward(self, hidden_states, past_key_values, **_):
+    def forward(self, hidden_states, **named):
         states = (projection(hidden_states).unflatten(-1, (2, 16)) for projection in (self.k_proj, self.v_proj))
-        past_key_values.update(*(each.transpose(1, 2) for each in states), self.layer_idx)
+        cache_among(named).update(*(each.transpose(1, 2) for each in states), self.layer_idx)
         return hidden_states, None
 
 

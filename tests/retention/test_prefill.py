@@ -11,7 +11,9 @@ from hypothesis import given, settings, strategies as st
 from peft import LoraConfig, get_peft_model
 from transformers import DynamicCache
 
+from plpkg import decoding
 from plpkg.backbones import random_backbone
+from plpkg.decoding import cache_argument
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers
 from plpkg.retention.cache import EvictingCache
 from plpkg.retention.layers import attention_layers
@@ -209,7 +211,7 @@ def test_generate_after_eviction_is_a_loop_over_the_model(model, ids, positions)
     by_hand, other = (chunked_prefill(model, ids, KeyNorm(), 8, 4, positions=positions, local_len=2) for _ in range(2))
     tokens = [by_hand.logits.argmax(-1, keepdim=True)]
     for _ in range(4):
-        logits = model(tokens[-1], past_key_values=by_hand.cache).logits[:, -1]
+        logits = model(tokens[-1], **cache_argument(by_hand.cache)).logits[:, -1]
         tokens.append(logits.argmax(-1, keepdim=True))
     answer = model.generate(**other.inputs(), max_new_tokens=4, do_sample=False)
     assert torch.equal(answer, torch.cat(tokens, dim=1))
@@ -236,13 +238,22 @@ def test_decoding_with_eviction_is_prefilling_in_chunks_of_one(model, ids):
     scorer = scorers.Static(given_scores(model))
     read, other = (chunked_prefill(model, ids[:, :20], scorer, 8, 4, log_positions=True) for _ in range(2))
     with read.evicting():
-        logits = [model(ids[:, i : i + 1], past_key_values=read.cache).logits[:, -1] for i in range(20, SEQ)][-1]
+        logits = [model(ids[:, i : i + 1], **cache_argument(read.cache)).logits[:, -1] for i in range(20, SEQ)][-1]
     for i in range(20, SEQ):
         with torch.no_grad(), other._eviction.watching():
             expected = other._eviction.forward(ids[:, i : i + 1])
         other._eviction.cut(i, i + 1, budget=8)
     assert torch.equal(logits, expected)
     assert torch.equal(read.log[-1].kept, other.log[-1].kept)
+
+
+@pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")  # transformers 5.24
+@pytest.mark.parametrize("name", [decoding.CACHE, "past_key_values"])
+def test_units_are_evicted_by_whichever_name_the_cache_is_given(name, model, ids):
+    read = chunked_prefill(model, ids, SirLlm(), 12, 4)
+    with read.evicting():
+        model(ids[:, :3], **{name: read.cache})
+    assert read.cache.kept == 12
 
 
 def test_a_copy_decodes_for_itself(model, ids):
@@ -262,7 +273,7 @@ def test_peft_models_are_watched_as_well(backbone, ids):
     read = chunked_prefill(model, ids, Locret(heads), 12, 4)
     with read.evicting():
         model.generate(**read.inputs(), max_new_tokens=3, do_sample=False)
-        model(ids[:, :1], past_key_values=read.cache)
+        model(ids[:, :1], **cache_argument(read.cache))
     assert (read.cache.kept, len(read.log)) == (12, 8 + 3 + 1)
 
 
@@ -284,7 +295,7 @@ def test_in_half_precision_chunks_are_transformers_own(backbone, ids, family, dt
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         for chunk in ids.split(5, dim=1):
-            expected = model(chunk, past_key_values=cache, logits_to_keep=1).logits[:, -1]
+            expected = model(chunk, **cache_argument(cache), logits_to_keep=1).logits[:, -1]
     assert torch.equal(chunked_prefill(model, ids, KeyNorm(), 40, 5).logits, expected)
 
 
@@ -358,9 +369,9 @@ def test_heads_in_another_precision_are_told_so(model, ids):
 
 def test_units_that_nobody_scored_are_refused(model, ids):
     read = chunked_prefill(model, ids, KeyNorm(), 12, 4)
-    model(ids[:, :3], past_key_values=read.cache)
+    model(ids[:, :3], **cache_argument(read.cache))
     with read.evicting(), pytest.raises(ValueError, match="3 units of the cache have no score"):
-        model(ids[:, :1], past_key_values=read.cache)
+        model(ids[:, :1], **cache_argument(read.cache))
 
 
 def deepseek(**options):

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from plpkg.backbones import load_backbone, random_backbone
+from plpkg.decoding import cache_argument
 from plpkg.retention import chunked_prefill, scorers
 from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
 from plpkg.retention.scorers import KeyNorm
@@ -108,7 +109,7 @@ def test_rounding_is_no_worse_than_transformers_own(bits, monkeypatch):
     with torch.no_grad():
         full = model(ids).logits[:, -1]
         for part in ids.split(8, dim=1):
-            logits = model(part, past_key_values=theirs).logits[:, -1]
+            logits = model(part, **cache_argument(theirs)).logits[:, -1]
     error = {"theirs": (logits - full).abs().mean().item()}
     for scheme in ("token", "kivi"):
         read = chunked_prefill(model, ids, KeyNorm(), 999, 8, store=quantized(bits, scheme, 32))

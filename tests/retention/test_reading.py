@@ -19,6 +19,7 @@ from transformers import (
 
 from plpkg import retention
 from plpkg.backbones import random_backbone
+from plpkg.decoding import cache_argument
 from plpkg.files import checkpoints
 from plpkg.retention import chunked_prefill
 from plpkg.retention.quantize import quantized
@@ -228,7 +229,7 @@ def test_a_continuation_is_scored_as_the_model_does(model, ids, positions, store
     logits = [fresh.logits]
     with torch.no_grad():
         for token in continuation[:, :-1].split(1, dim=1):
-            logits.append(model(token, past_key_values=fresh.cache).logits[:, -1])
+            logits.append(model(token, **cache_argument(fresh.cache)).logits[:, -1])
     expected = torch.stack(logits, 1).log_softmax(-1).gather(-1, continuation[..., None])[..., 0]
     if store is UnitStore:  # others round what stands behind full groups
         torch.testing.assert_close(scores, expected, rtol=1e-5, atol=1e-5)  # float32, two layers
@@ -344,11 +345,15 @@ def test_what_generate_returns_as_a_dictionary(model, read):
     assert len(output.scores) == 3
 
 
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+def test_what_follows_from_the_cache_cannot_be_given(name, model, read):
+    with pytest.raises(ValueError, match=f"ask sets attention_mask, {name} itself"):
+        read.ask(model, QUESTIONS[0], **{name: read.cache}, attention_mask=None)
+
+
 def test_questions_that_cannot_be_asked(model, read):
     with pytest.raises(ValueError, match=r"ids must be \(n,\), \(1, n\) or \(2, n\), got \(3, 4\)"):
         read.ask(model, torch.zeros(3, 4, dtype=torch.long))
-    with pytest.raises(ValueError, match="ask sets attention_mask, past_key_values itself"):
-        read.ask(model, QUESTIONS[0], past_key_values=read.cache, attention_mask=None)
     with read.evicting(), pytest.raises(ValueError, match=r"within evicting\(\) would evict what the next question"):
         read.ask(model, QUESTIONS[0])
     with pytest.raises(ValueError, match="this cache is for a batch of 2, got 6 sequences: there are no beams"):
@@ -391,13 +396,13 @@ def test_generate_on_the_whole_text_is_caught(model, ids, positions):
     read = chunked_prefill(model, ids, KeyNorm(), 10, 4, positions=positions)
     before = tensors_of(read.cache)
     with pytest.raises(ValueError, match=r"holds 10 units .* read some twice, or none. Take model.generate\(\*\*read"):
-        model.generate(ids, past_key_values=read.cache, max_new_tokens=3)
+        model.generate(ids, **cache_argument(read.cache), max_new_tokens=3)
     assert same(tensors_of(read.cache), before)
     model.generate(**read.inputs(), max_new_tokens=3)
     with pytest.raises(ValueError, match="holds 13 units"):  # once for each call
-        model.generate(ids, past_key_values=read.cache, max_new_tokens=3)
+        model.generate(ids, **cache_argument(read.cache), max_new_tokens=3)
     stale = read.inputs()
-    model(ids[:, :2], past_key_values=read.cache)
+    model(ids[:, :2], **cache_argument(read.cache))
     with pytest.raises(ValueError, match="holds 15 units"):
         model.generate(**stale, max_new_tokens=3)
 

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from plpkg.decoding import cache_argument
 from plpkg.retention import chunked_prefill, scorers, tiny, widget
 from plpkg.show import theme
 
@@ -16,7 +17,7 @@ def test_the_result_is_a_prefill_and_an_answer():
         read = chunked_prefill(
             model, ids[:, :prompt_len], scorers.Locret(heads["pairs"]), 12, widget.CHUNK, 4, log_positions=True
         )
-        logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
+        logits = model(ids[:, prompt_len:], **cache_argument(read.cache)).logits
     assert kept.mean == pytest.approx(6 * task.accuracy(logits))
     assert kept.right == task.right(logits)[0]
     assert torch.equal(kept.log[-1].kept, read.log[-1].kept)

@@ -22,7 +22,7 @@ from transformers import (
 
 from plpkg.adapters import Adapter, Factors, InvalidAdapterError, targets
 from plpkg.backbones import FAMILIES, load_backbone
-from plpkg.decoding import longest_text
+from plpkg.decoding import cache_among, longest_text
 from plpkg.residual import LadderConfig, PrivateLoraConfig, convert_to_lora, matrices
 from plpkg.serving import attention
 from plpkg.serving.engine import Engine, Request
@@ -401,7 +401,7 @@ def test_what_answers_otherwise_when_it_is_packed_is_refused(tools):
 def test_a_layer_that_counts_positions_itself_is_refused(family, options, cache, changes, reason, tools):
     def count(_, arguments, kwargs):
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else arguments[0]
-        past = kwargs["past_key_values"].get_seq_length() if cache and kwargs.get("past_key_values") else 0
+        past = cache_among(kwargs).get_seq_length() if cache and cache_among(kwargs) else 0
         hidden.mul_(1 + changes(past + torch.arange(hidden.shape[1]))[:, None])
 
     model, row = tools.backbone(family, options=options), dict(max_batch=8, max_step_tokens=8) if cache else {}

@@ -11,6 +11,7 @@ from transformers import AutoConfig, DynamicCache, Llama4TextConfig, LlamaConfig
 
 from plpkg import catalog, communication
 from plpkg.catalog import Device, Link, ModelShape
+from plpkg.decoding import cache_among
 from plpkg.throughput import METHODS, TERMS, Split, decode, prefill
 
 
@@ -261,7 +262,7 @@ def test_a_cache_weighs_what_the_formula_says():
         vocab_size=50,
     )  # fmt: skip
     with torch.no_grad():
-        cache = LlamaForCausalLM(config)(torch.zeros(2, 7, dtype=torch.int64), use_cache=True).past_key_values
+        cache = cache_among(LlamaForCausalLM(config)(torch.zeros(2, 7, dtype=torch.int64), use_cache=True))
     storages = [tensor.nbytes for layer in cache.layers for tensor in (layer.keys, layer.values)]
     assert Split(ModelShape.from_config(config), 8, cache_bits=32).cache_bytes(7, batch=2) == sum(storages)
 

@@ -10,6 +10,7 @@ from torch import nn
 from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from plpkg.decoding import cache_argument
 from plpkg.residual.adapter import PerThread
 from plpkg.residual.cut.exchange import Exchange, Here, Transport
 
@@ -137,6 +138,6 @@ def run_layers(decoder: nn.Module, hidden, attention_mask, position_ids, cache) 
         inputs_embeds=hidden,
         attention_mask=attention_mask,
         position_ids=position_ids,
-        past_key_values=cache,
+        **cache_argument(cache),
         use_cache=cache is not None,
     ).last_hidden_state

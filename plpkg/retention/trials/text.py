@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from plpkg import corpora
+from plpkg.decoding import cache_argument
 from plpkg.retention.prefill import chunked_prefill
 from plpkg.retention.scorers import Scorer
 from plpkg.validation import whole_number
@@ -76,7 +77,7 @@ def perplexity(
             read = chunked_prefill(model, prompt, scorer, budget, chunk_size, **options)
             logits = read.logits[:, None]
             if answer.shape[1] > 1:
-                after = model(answer[:, :-1], past_key_values=read.cache).logits
+                after = model(answer[:, :-1], **cache_argument(read.cache)).logits
                 logits = torch.cat([logits, after], dim=1)
         nats += functional.cross_entropy(logits.flatten(0, 1).float(), answer.flatten(), reduction="sum").item()
         tokens += answer.numel()

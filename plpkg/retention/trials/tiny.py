@@ -18,6 +18,7 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from plpkg import catalog
+from plpkg.decoding import cache_argument
 from plpkg.files.checkpoints import replace_file
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.prefill import chunked_prefill
@@ -217,5 +218,5 @@ def accuracy(model, task: Pairs | Lookup, scorer: Scorer | None, budget: int, ch
         logits = model(ids, use_cache=False).logits[:, prompt_len:]
     else:
         read = chunked_prefill(model, ids[:, :prompt_len], scorer, budget, chunk_size, **options)
-        logits = model(ids[:, prompt_len:], past_key_values=read.cache).logits
+        logits = model(ids[:, prompt_len:], **cache_argument(read.cache)).logits
     return task.accuracy(logits)

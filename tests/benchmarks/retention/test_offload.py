@@ -5,6 +5,7 @@ import torch
 
 from benchmarks.retention import offload
 from plpkg.backbones import random_backbone
+from plpkg.decoding import cache_argument
 from plpkg.retention import watch
 from tests.retention.conftest import ATTENTION, in_double
 
@@ -17,7 +18,7 @@ def test_every_block_fetched_is_full_attention(backbone, ids, family, attention,
     model = backbone(family, attention)
     with offload.retrieving(model, block=block, top=99, first=2, local=3) as cache:
         logits = offload.read(model, cache, ids[:, :-1], 6)
-        after = model(ids[:, -1:], past_key_values=cache).logits[:, -1]
+        after = model(ids[:, -1:], **cache_argument(cache)).logits[:, -1]
     full = [m(ids).logits for m in (model, in_double(model))]
     assert_as_exact(logits, *(each[:, -2] for each in full))
     assert_as_exact(after, *(each[:, -1] for each in full))
@@ -45,7 +46,7 @@ def test_the_blocks_that_suit_the_queries_are_fetched(backbone, monkeypatch):
         cache.layers[0].keys = keys.clone()
         monkeypatch.setattr(offload, "gather", seen)
         monkeypatch.setattr(watch, "Units", units)
-        model(ids[:, :1], past_key_values=cache)
+        model(ids[:, :1], **cache_argument(cache))
     query = queries[0].unflatten(1, (2, 2)).mean(dim=(2, 3))[0]  # (kv_heads, head_dim)
     best = [max(range(4), key=lambda b: keys[0, h, 1 + 4 * b : 5 + 4 * b].mean(0) @ query[h]) for h in range(2)]
     assert 3 not in best
@@ -59,6 +60,6 @@ def test_no_more_than_the_budget_is_at_hand(backbone, ids):
         offload.read(model, cache, ids, 6)
     assert cache.peak_units <= 2 + 4 + 5 + 3 + 6  # up to three units do not fill a block
     with pytest.raises(RuntimeError, match="within the `with` block of retrieving"):
-        model(ids, past_key_values=cache)
+        model(ids, **cache_argument(cache))
     with pytest.raises(ValueError, match="Gemma2ForCausalLM has layers that are not full attention"):
         offload.retrieving(random_backbone("gemma2")).__enter__()
