@@ -218,6 +218,8 @@ def reason(error: BaseException, config=None) -> str:
         for name, value in _fields(vars(config)):
             if value == error.args[0]:
                 return f"{name} must be one that transformers knows, got {shown(value)}"
+    if isinstance(error, RecursionError):  # what it says depends on Python
+        return "nested too deeply"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     count = 2 if lines and lines[0].endswith(":") else 1  # the first may only announce the second
     text = " ".join(lines[:count])[:200]

@@ -71,6 +71,8 @@ def attention_layers(model: Any) -> list[Layer]:
         kind = type(module).__name__
         if not _uses_interface(module):
             raise ValueError(f"{kind} computes its attention past transformers' interface: it cannot be watched")
+        if hasattr(module, "mp_num"):  # CodeGen's: queries, values and keys of each of four parts
+            raise ValueError(f"{kind} has its fused projection's outputs in another order: it cannot be watched")
         if not hasattr(module, "config"):  # linear attention
             continue
         if module.layer_idx < 0:  # Zamba2's, which several layers share

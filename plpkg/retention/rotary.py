@@ -3,6 +3,7 @@
 In half precision keys are rotated by the model's own arithmetic: units that were never moved give what it gives.
 """
 
+import inspect
 import sys
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -35,7 +36,9 @@ class Rotary:
         decoder = model.get_decoder()
         self._angles: Any = getattr(decoder, "rotary_emb", None)
         self._rotate: Any = getattr(sys.modules[type(decoder).__module__], "apply_rotary_pos_emb", None)
-        if self._angles is None or self._rotate is None or hasattr(self._angles, "layer_types"):
+        takes = [] if self._rotate is None else list(inspect.signature(self._rotate).parameters)
+        # GPT-J's function takes one tensor, and the sines first.
+        if self._angles is None or takes[2:4] != ["cos", "sin"] or hasattr(self._angles, "layer_types"):
             raise ValueError(
                 "positions='reassigned' needs rotary positions in the form that Llama has them, one table and one "
                 f"function for all layers; {type(model).__name__} has none, or another form: take positions='original'"

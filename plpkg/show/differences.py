@@ -132,6 +132,10 @@ class _Brief(reprlib.Repr):
     def repr_float(self, value: float, level: int) -> str:
         return f"{value:.6g}"
 
+    def repr_int(self, value: int, level: int) -> str:
+        repr(value)  # ValueError for thousands of digits: reprlib itself says the address of such a number in 3.14
+        return super().repr_int(value, level)
+
     def repr_Tensor(self, tensor, level: int) -> str:  # noqa: N802 - found by the name of the type
         if math.prod(tensor.shape) > self.numbers:
             return _form(tensor)

@@ -5,10 +5,13 @@ import copy
 import functools
 import threading
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import get_peft_model, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from safetensors.torch import load_file
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from benchmarks.residual import families
 from plpkg.residual import LadderConfig, PrivateLoraConfig, bases, load
@@ -135,6 +138,8 @@ def test_a_second_ladder_in_other_layers_without_a_peft_model():
     first, second = LadderConfig(r=5, layers_to_transform=[0]), LadderConfig(r=5, layers_to_transform=[1, 3])
     model, alone = backbone(), get_peft_model(backbone(), second)
     torch.nn.init.normal_(m_of(alone).weight)
+    if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+        pytest.skip(f"this transformers adds adapters by PEFT {MIN_PEFT_VERSION} and later")
     model.add_adapter(first, "first")
     inject_adapter_in_model(
         second, model, "second", low_cpu_mem_usage=True, state_dict=get_peft_model_state_dict(alone.base_model.model)

@@ -14,6 +14,7 @@ import pytest
 import torch
 import transformers
 from transformers import DynamicCache
+from transformers.models.gptj import modeling_gptj
 from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mllama.configuration_mllama import MllamaTextConfig
 
@@ -169,6 +170,10 @@ CONFIGURATIONS = {
     "ctrl": dict(n_embd=64, n_head=4, n_layer=LAYERS, dff=64),
 }
 
+GPTJ = hasattr(modeling_gptj, "ALL_ATTENTION_FUNCTIONS")  # from transformers 5.24 on
+if GPTJ:
+    CONFIGURATIONS["gptj"] = dict(rotary_dim=8)
+
 WINDOW = "has a sliding window of .* tokens, which needs the original distances: take positions='original'"
 NOT_ONE = (
     "needs rotary positions in the form that Llama has them.*; {}.* has none, or another form: take positions='orig"
@@ -196,6 +201,8 @@ NOT_MOVED = {name: WINDOW for name in CONFIGURATIONS if name.endswith("sliding")
     "bert": NOT_ONE.format("Bert"),
     "roberta": NOT_ONE.format("Roberta"),
     "ctrl": NOT_ONE.format("CTRL"),
+    # A function of another form.
+    **({"gptj": NOT_ONE.format("GPTJ")} if GPTJ else {}),
     # Each layer a copy of its own, as complex numbers, or under the name of the one kind of layer there is.
     "llama4_text": NOT_ONE.format("Llama4"),
     "llama4_text full": NOT_ONE.format("Llama4"),
@@ -423,8 +430,7 @@ LINEAR = "has a LinearAttentionLayer, which cannot evict|in [01] of its 2 layers
 
 REFUSED = {
     "diffllama": (family("diffllama"), "DiffLlamaAttention calls its attention more than once: it cannot be watched"),
-    "codegen": (family("codegen", rotary_dim=8, **GPT), PAST),
-    "gptj": (family("gptj", rotary_dim=8), PAST),
+    "codegen": (family("codegen", rotary_dim=8, **GPT), f"{PAST}|has its fused projection's outputs in another order"),
     "t5": (made(transformers.T5ForConditionalGeneration, transformers.T5Config, **T5), UNWATCHED),
     "bart": (bart(2, 2), CROSS),
     "bart, more decoder": (bart(1, 2), CROSS),
@@ -463,6 +469,9 @@ REFUSED = {
     "p-tuning": (tuned(peft.PromptEncoderConfig, encoder_hidden_size=32), VIRTUAL.format("P_TUNING")),
     "prefix tuning": (tuned(peft.PrefixTuningConfig), VIRTUAL.format("PREFIX_TUNING")),
 }
+
+if not GPTJ:
+    REFUSED["gptj"] = (family("gptj", rotary_dim=8), PAST)
 
 NOT_SO = ("take positions='original'", "came while nobody watched", "in 2 of its 1 layers")
 """What no true sentence says to these: the original positions are refused as well, and nobody was away."""

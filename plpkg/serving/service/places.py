@@ -1,6 +1,7 @@
 """Where a service keeps files: places that must not be one, and a temporary folder that goes with its process."""
 
 import contextlib
+import os
 import re
 import shutil
 import tempfile
@@ -35,7 +36,8 @@ def folder_of(location: object) -> Path | None:
         raise ValueError(f"{location!r} is no folder of this machine: with its path it is file:///…")
     if not url.path:
         raise ValueError(f"{location!r} names no folder: with its path it is file:///…")
-    return Path(url2pathname(url.path))
+    path = url.path if os.name == "nt" else re.sub("^/+", "/", url.path)  # Python 3.14 takes //name for a machine's
+    return Path(url2pathname(path))
 
 
 def require_apart(emptied: Mapping[str, Path | None], others: Mapping[str, Path] | None = None) -> None:

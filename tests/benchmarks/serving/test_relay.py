@@ -124,7 +124,7 @@ def test_what_the_other_end_does_not_read_yet_waits(echo):
 
 def test_it_ends_with_its_owner():
     code = "import os; from benchmarks.serving.relay import Relay; r = Relay('127.0.0.1:1'); "
-    code += "print(r._process.pid); os._exit(0)"
+    code += "print(r._process.pid, flush=True); os._exit(0)"
     pid = int(interpreter(code))
     wait_until(lambda: not Path(f"/proc/{pid}").exists() or "Z" in Path(f"/proc/{pid}/stat").read_text().split()[2])
 
