@@ -19,6 +19,10 @@ from plpkg import catalog, wheels
 from plpkg.results import Tabular
 
 
+FOR_A_CHECKOUT = ("docs", "lint", "test")
+"""Extras of use to those alone who have the repository."""
+
+
 @dataclass(frozen=True)
 class Check:
     """One requirement: its ``status`` (OK, NOTE, SKIP or FAIL), what was found, and what to do about it."""
@@ -100,6 +104,8 @@ def check_dependencies() -> list[Check]:
     requirements = [Requirement(line) for line in distribution.requires or []]
     checks = [check_dependency(requirement) for requirement in requirements if _belongs(requirement, "")]
     for extra in distribution.metadata.get_all("Provides-Extra") or []:
+        if extra in FOR_A_CHECKOUT and not in_a_checkout():
+            continue
         checks += check_extra(extra, [requirement for requirement in requirements if _belongs(requirement, extra)])
     return checks
 
@@ -136,10 +142,13 @@ def check_extra(extra: str, requirements: list[Requirement]) -> list[Check]:
 
 def installs(extra: str) -> str:
     """The command that installs an extra: another one in a checkout than beside an installed wheel."""
+    return f"in the checkout: pip install -e '.[{extra}]'" if in_a_checkout() else f"pip install 'plpkg[{extra}]'"
+
+
+def in_a_checkout() -> bool:
+    """Whether the package is installed as the folder of its repository, not as a copy."""
     origin = metadata.distribution("plpkg").read_text("direct_url.json") or "{}"
-    if json.loads(origin).get("dir_info", {}).get("editable"):
-        return f"in the checkout: pip install -e '.[{extra}]'"
-    return f"pip install 'plpkg[{extra}]'"
+    return bool(json.loads(origin).get("dir_info", {}).get("editable"))
 
 
 def check_torchvision() -> Check:

@@ -37,8 +37,15 @@ def on_first_use(package: str) -> Callable[[str], object]:
     def __getattr__(name: str) -> object:  # noqa: N807 (PEP 562 names it)
         if name not in homes:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        home = import_module(homes[name])
-        return vars(home)[name] if name in vars(home) else import_module(f"{home.__name__}.{name}")
+        try:
+            home = import_module(homes[name])
+            return vars(home)[name] if name in vars(home) else import_module(f"{home.__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if (error.name or "plpkg").startswith("plpkg"):
+                raise
+            # Whoever lists a package's names (help, hasattr) asks for all of them, and takes this error for "not here".
+            extras = "one of plpkg's extras brings it: [notebooks], [serve], [scale]"
+            raise AttributeError(f"{package}.{name} needs the package {error.name!r}; {extras}") from error
 
     module.__dir__ = lambda: sorted({*vars(module), *homes})  # for whoever completes names
     return __getattr__

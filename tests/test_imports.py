@@ -37,6 +37,18 @@ def test_plots_and_widget_load_on_first_use():
     assert "ipywidgets" in loaded_after("import plpkg.throughput as t; t.widget.explorer")
 
 
+def test_a_front_door_without_an_extra_can_be_listed_and_says_what_is_missing():
+    code = (
+        "import sys, pydoc; sys.modules['ipywidgets'] = None\n"
+        "import plpkg.throughput as room\n"
+        "pydoc.render_doc(room); print(hasattr(room, 'decode'), hasattr(room, 'widget'))\n"
+        "try:\n    room.widget\nexcept AttributeError as error:\n    print(error)"
+    )
+    listed, said = interpreter(code).splitlines()
+    assert listed == "True False"
+    assert said.startswith("plpkg.throughput.widget needs the package 'ipywidgets'; one of plpkg's extras brings it")
+
+
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_front_door_keeps_its_promises(room):
     room = importlib.import_module(f"plpkg.{room}")

@@ -39,10 +39,10 @@ which the published demo also sends.
 """
 
 from dataclasses import replace
-from typing import Any
+from typing import Unpack
 
 from plpkg.catalog import ModelShape, model as find_model
-from plpkg.communication.run import Run
+from plpkg.communication.run import Run, RunSettings
 from plpkg.communication.traffic import Traffic
 from plpkg.validation import flag, keywords, one_of, whole_number
 
@@ -57,7 +57,7 @@ def full_activations(
     endpoints: bool = True,
     bits: int = 16,
     baseline: str = "published",
-    **run: Any,
+    **run: Unpack[RunSettings],
 ) -> Traffic:
     """Traffic when activations cross at full width, per token by default.
 
@@ -113,7 +113,7 @@ def low_rank(
     r_d2c: int | None = None,
     late: bool = False,
     folded: bool = False,
-    **run: Any,
+    **run: Unpack[RunSettings],
 ) -> Traffic:
     """Traffic of low-rank residual transmission, per token by default.
 
@@ -152,7 +152,7 @@ def low_rank(
 
 
 @keywords(Run)
-def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run: Any) -> Traffic:
+def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run: Unpack[RunSettings]) -> Traffic:
     """Traffic of a ladder, end points included: every adapted layer's ``rank`` numbers come down at the end of a pass.
 
     One round trip a pass. Nothing on the cloud depends on M, so ``phase="training"`` is a forward
@@ -166,7 +166,7 @@ def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run: Any) 
 
 
 @keywords(Run, without=("first_k", "adapted_layers"))
-def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run: Any) -> Traffic:
+def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run: Unpack[RunSettings]) -> Traffic:
     """Traffic of a plain split: the device runs the first ``after_layer`` layers and the LM head.
 
     One round trip a pass, whatever the depth of the cut; ``after_layer=0`` leaves only the word
@@ -208,7 +208,7 @@ def folded_layers(run: Run, projections: int, endpoints: bool, folded: bool) -> 
     return int(folded)
 
 
-def ladder_run(model: ModelShape, **run: Any) -> Run:
+def ladder_run(model: ModelShape, **run: Unpack[RunSettings]) -> Run:
     """The run of a ladder: all layers are on the cloud, and training crosses no more than a forward pass."""
     described = Run(model, **run)
     one_of("first_k of a ladder", described.first_k, (0,))

@@ -1,12 +1,25 @@
 """The tokens that a split model is asked to process, and the places of its layers."""
 
 from dataclasses import dataclass
+from typing import TypedDict
 
 from plpkg.catalog import ModelShape
 from plpkg.validation import one_of, whole_number
 
 PHASES = ("decode", "prefill", "training")
 """``decode``: one pass a token. ``prefill``: one pass over a prompt. ``training``: one forward and backward pass."""
+
+
+class RunSettings(TypedDict, total=False):
+    """The keywords that describe a :class:`Run`, for type checkers."""
+
+    phase: str
+    tokens: int
+    batch: int
+    first_k: int
+    last_k: int
+    adapted_layers: int | None
+    final_hidden: str
 
 
 @dataclass(frozen=True)

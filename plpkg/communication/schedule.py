@@ -9,11 +9,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Unpack
 
 from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.formulas import folded_layers, ladder_run, projection_dims, ranks
-from plpkg.communication.run import Run
+from plpkg.communication.run import Run, RunSettings
 from plpkg.communication.traffic import Traffic
 from plpkg.validation import flag, keywords
 
@@ -51,7 +51,7 @@ def low_rank_messages(
     r_d2c: int | None = None,
     late: bool = False,
     folded: bool = False,
-    **run: Any,
+    **run: Unpack[RunSettings],
 ) -> Iterator[Message]:
     """The messages of low-rank residual transmission; parameters as in :func:`~plpkg.communication.low_rank`.
 
@@ -72,7 +72,7 @@ def low_rank_messages(
 
 
 @keywords(Run)
-def ladder_messages(model: str | ModelShape, rank: int = 96, **run: Any) -> Iterator[Message]:
+def ladder_messages(model: str | ModelShape, rank: int = 96, **run: Unpack[RunSettings]) -> Iterator[Message]:
     """The messages of a ladder; parameters as in :func:`~plpkg.communication.ladder`.
 
     All layers' values travel in one message a pass, ``(layers, batch, seq, rank)``.

@@ -90,6 +90,8 @@ def serve(
     if not port.isdecimal():
         raise ValueError(f"listen must be HOST:PORT, got {listen!r}")
     folders = adapter or []
+    if folders and keys and not keys.knows(LOCAL):
+        typer.echo(f"nobody's key is of the account {LOCAL!r}, to which adapters given here belong", err=True)
     read = {"model": Path(model)} if Path(model).is_dir() else {}
     read |= {f"adapter {each.name}": each for each in folders}
     read["TMPDIR"] = Path(tempfile.gettempdir())

@@ -42,6 +42,10 @@ class Keys:
         if not self._accounts:
             raise ValueError("there is no key in the file of keys")
 
+    def knows(self, account: str) -> bool:
+        """Whether somebody has a key of this account."""
+        return account in self._accounts.values()
+
     @classmethod
     def read(cls, path: str | Path) -> "Keys":
         """The keys of a regular file in UTF-8, of at most 1 MiB; it warns if others than its owner can read it."""
