@@ -18,7 +18,6 @@ from packaging.specifiers import SpecifierSet
 from plpkg import catalog, wheels
 from plpkg.results import Tabular
 
-
 FOR_A_CHECKOUT = ("docs", "lint", "test")
 """Extras of use to those alone who have the repository."""
 

@@ -39,7 +39,7 @@ which the published demo also sends.
 """
 
 from dataclasses import replace
-from typing import Unpack
+from typing import Any, Unpack
 
 from plpkg.catalog import ModelShape, model as find_model
 from plpkg.communication.run import Run, RunSettings
@@ -166,7 +166,7 @@ def ladder(model: str | ModelShape, rank: int = 96, bits: int = 16, **run: Unpac
 
 
 @keywords(Run, without=("first_k", "adapted_layers"))
-def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run: Unpack[RunSettings]) -> Traffic:
+def layer_cut(model: str | ModelShape, after_layer: int, bits: int = 16, **run: Any) -> Traffic:
     """Traffic of a plain split: the device runs the first ``after_layer`` layers and the LM head.
 
     One round trip a pass, whatever the depth of the cut; ``after_layer=0`` leaves only the word

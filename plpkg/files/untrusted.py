@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 from plpkg.validation import shown
 
@@ -120,7 +120,7 @@ def header_length(start: bytes | bytearray) -> int:
 def strict_json(data: bytes | bytearray) -> dict:
     """A JSON object in UTF-8: no name twice, at most 100 deep, its numbers finite and of at most 40 characters."""
     try:
-        hooks = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
+        hooks: dict[str, Any] = dict(parse_int=_number, parse_float=_number, parse_constant=_number)
         value = json.loads(bytes(data).decode(), object_pairs_hook=_unique, **hooks)
         if _deeper_than(MAX_DEPTH, value):
             raise ValueError("nested too deeply")

@@ -17,6 +17,7 @@ from plpkg.catalog import (
 )
 from plpkg.communication import Traffic
 from plpkg.communication.formulas import projection_dims, ranks
+from plpkg.communication.run import RunSettings
 from plpkg.validation import flag, number, one_of, whole_number
 
 METHODS = ("low_rank", "ladder")
@@ -151,7 +152,9 @@ class Split:
 
         ``logits`` says which positions meet the LM head: ``"all"``, or the ``"last"`` of each sequence.
         """
-        run = dict(phase="prefill", tokens=seq, batch=batch, final_hidden=logits, adapted_layers=self.adapted_layers)
+        run = RunSettings(
+            phase="prefill", tokens=seq, batch=batch, final_hidden=logits, adapted_layers=self.adapted_layers
+        )
         if self.method == "ladder":
             return communication.ladder(self.model, self.r_c2d, self.bits, **run)
         return communication.low_rank(
