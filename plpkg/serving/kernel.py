@@ -71,8 +71,8 @@ def _constants(dtype: torch.dtype, width: int, inner: int, expand: bool, block: 
     """
     sums = tl.float64 if dtype == torch.float64 else tl.float32
     product = getattr(tl, str(dtype).removeprefix("torch."))
-    if triton.knobs.runtime.interpret:  # it holds bf16 as integers, and would multiply those
-        product = sums
+    if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
+        product = sums  # the interpreter holds bf16 as integers, and would multiply those
     return {
         "EXPAND": expand,
         "PRODUCT": product,
