@@ -76,6 +76,9 @@ def free_ports(count):
     return [*ports]
 
 
+WITHOUT_RAY = "Ray, of the extra `scale`, is not installed"
+
+
 def patient_ray(monkeypatch):
     """Ray, or a skip. Ray 2.60 gives its own processes 15 s to import and 30 s to start, too little on a busy machine.
 
@@ -83,7 +86,7 @@ def patient_ray(monkeypatch):
     Once a raylet (the process of a node), and once the server of the cluster's tables, never opened its log, and Ray
     waited for it: such a one is started again.
     """
-    ray = pytest.importorskip("ray", reason="Ray, of the extra `scale`, is not installed")
+    ray = pytest.importorskip("ray", reason=WITHOUT_RAY)
     from ray._private import parameter, services
 
     init, start, get_node = parameter.RayParams.__init__, services.start_ray_process, services.get_node

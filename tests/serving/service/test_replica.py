@@ -184,18 +184,26 @@ async def test_a_dropped_adapter_leaves_nothing_of_what_was_read_with_it(serving
 async def test_who_leaves_while_it_runs_is_out_of_the_next_steps(how, serving):
     """In every other state it leaves nothing either: :class:`Service`."""
     async with serving() as (replica, _, paths):
-        step, steps = replica.engine.step, []
-        replica.engine.step = lambda: steps.append(0) or step()
+        step, steps, left = replica.engine.step, [], threading.Event()
+
+        def counted():
+            steps.append(0)
+            left.wait(PATIENCE_S)
+            return step()
+
+        replica.engine.step = counted
         stream = replica.stream(paths["a"], Request(IDS, max_new_tokens=60))
         first = asyncio.create_task(anext(stream))
         await until(lambda: states(replica, paths["a"]) == ["running"])
         if how == "closed":  # by a reader that stops reading
+            left.set()
             await first
             await stream.aclose()
         else:
             first.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await first
+            left.set()  # not before: a first token would be there
         steps.clear()
         await until(lambda: not states(replica, paths["a"]))
         assert len(steps) <= 2  # the one that it was in, and one that another began meanwhile

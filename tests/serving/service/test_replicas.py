@@ -21,7 +21,7 @@ from plpkg.serving.service.http.listener import Listener
 from plpkg.serving.service.scheduler import OverloadedError
 from plpkg.serving.service.store import NotFoundError, Store, StoreError
 
-from waiting import PATIENCE_S, patient_ray, wait_until
+from waiting import PATIENCE_S, WITHOUT_RAY, patient_ray, wait_until
 
 pytestmark = pytest.mark.filterwarnings("ignore::pydantic.PydanticDeprecatedSince20")  # on importing ray 2.60
 
@@ -117,8 +117,7 @@ def test_two_replicas_answer_as_one_and_an_adapter_stays_where_it_is(tmp_path, m
 
 
 async def test_a_client_is_not_told_where_a_process_died():
-    from ray.exceptions import RayError
-
+    RayError = pytest.importorskip("ray.exceptions", reason=WITHOUT_RAY).RayError
     from plpkg.serving.service.replicas import Replicas
 
     class Handle:
