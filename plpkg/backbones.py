@@ -128,7 +128,7 @@ def _model(name: str, config, dtype: torch.dtype | str, options: dict):
     os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
     try:
         with _without_progress_bar(Path(name).is_dir()):
-            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]
+            model, loading = AutoModelForCausalLM.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues] (a pair, by output_loading_info)
                 name, dtype=dtype, output_loading_info=True, use_safetensors=True, **options
             )
     except OSError as error:

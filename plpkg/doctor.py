@@ -135,7 +135,8 @@ def check_extra(extra: str, requirements: list[Requirement]) -> list[Check]:
     missing = [check.name for check in checks if check.found == "not installed"]
     failures = [check for check in checks if check.status == "FAIL" and check.name not in missing]
     if missing:
-        failures.append(Check(f"[{extra}]", "SKIP", f"without {', '.join(missing)}", installs(extra)))
+        remedy = installs(extra) + ("; of use with a CUDA device alone" if extra == "gpu" else "")
+        failures.append(Check(f"[{extra}]", "SKIP", f"without {', '.join(missing)}", remedy))
     return failures or [Check(f"[{extra}]", "OK", ", ".join(f"{check.name} {check.found}" for check in checks))]
 
 

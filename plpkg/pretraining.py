@@ -298,7 +298,7 @@ def pretrain(
             run.bar.set_postfix(bits_per_byte=f"{judged.bits_per_byte:.3f}")
     if main:
         _save_log(out, run.log)
-        raw.to(torch.bfloat16)  # pyright: ignore[reportArgumentType]
+        raw.to(torch.bfloat16)  # pyright: ignore[reportArgumentType] (transformers' wrapper hides `to`)
 
         def write(folder: str) -> None:
             raw.save_pretrained(folder)

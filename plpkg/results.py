@@ -43,7 +43,7 @@ class Sentences(Tabular):
 
             def _repr_html_(self) -> str:
                 with pd.option_context("display.max_colwidth", None):
-                    return super()._repr_html_()  # pyright: ignore[reportAttributeAccessIssue]
+                    return super()._repr_html_()  # pyright: ignore[reportAttributeAccessIssue] (pandas has one)
 
         return Frame(self.rows())
 

@@ -231,7 +231,7 @@ def bm25(texts: list[str]):
     import bm25s
 
     def tokens(some: list[str]) -> list[list[str]]:
-        return bm25s.tokenize(some, stopwords="en", return_ids=False, show_progress=False)  # pyright: ignore[reportReturnType]
+        return bm25s.tokenize(some, stopwords="en", return_ids=False, show_progress=False)  # pyright: ignore[reportReturnType] (lists of words, since return_ids is False)
 
     nothing = np.zeros(len(texts), dtype=np.float32)
     split = tokens(texts)

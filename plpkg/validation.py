@@ -159,7 +159,7 @@ def keywords(
                     raise TypeError(f"{function.__name__}() got an unexpected keyword argument {name!r}: {hint}")
             return function(*args, **given)
 
-        checked.__signature__ = signature.replace(parameters=list(known.values()))  # pyright: ignore[reportAttributeAccessIssue]
+        checked.__signature__ = signature.replace(parameters=list(known.values()))  # pyright: ignore[reportAttributeAccessIssue] (what inspect reads)
         return checked
 
     return decorate

@@ -78,7 +78,7 @@ class ThreeGraphs(Tabular):
     def _run(self, name: str, **inputs: torch.Tensor):
         """A program's outputs; ValueError if an input has not the shape that it was compiled for."""
         # The parameters, then what is given; export keeps them.
-        _, *examples = self.programs[name].example_inputs[0]  # pyright: ignore[reportOptionalSubscript]
+        _, *examples = self.programs[name].example_inputs[0]  # pyright: ignore[reportOptionalSubscript] (three_graphs has exported with inputs)
         for (what, given), example in zip(inputs.items(), examples, strict=True):
             if given.shape != example.shape:
                 raise ValueError(f"{what} must be {tuple(example.shape)} as compiled, got {tuple(given.shape)}")

@@ -71,7 +71,7 @@ def convert_to_lora(model: PeftModel, adapter_name: str = "default") -> tuple[Lo
     configs = getattr(model, "peft_config", {})
     if not isinstance(configs.get(adapter_name), ProjectionConfig):
         raise ValueError(f"{adapter_name!r} is not a PrivateLoRA adapter of this model: {list(configs)}")
-    return model.base_model.as_lora(adapter_name)  # pyright: ignore[reportCallIssue]
+    return model.base_model.as_lora(adapter_name)  # pyright: ignore[reportCallIssue] (a tuner of ours, see above)
 
 
 def saved_config(folder: str | Path) -> PrivateLoraConfig | LadderConfig:
@@ -175,9 +175,9 @@ def _like(load):
     return load_adapter
 
 
-PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)  # pyright: ignore[reportAttributeAccessIssue]
+PeftModel.save_pretrained = _whole(PeftModel.save_pretrained)  # pyright: ignore[reportAttributeAccessIssue] (patched on purpose)
 """PEFT writes into the folder itself: killed between the weights and the configuration, it would leave neither."""
-PeftModel.load_adapter = _like(PeftModel.load_adapter)  # pyright: ignore[reportAttributeAccessIssue]
+PeftModel.load_adapter = _like(PeftModel.load_adapter)  # pyright: ignore[reportAttributeAccessIssue] (patched on purpose)
 """PEFT reads no configuration for an adapter that is there already: its A and B may be others."""
 
 METHODS: dict[Any, tuple] = {PRIVATE_LORA: (PrivateLoraConfig, PrivateLoraModel), LADDER: (LadderConfig, LadderModel)}

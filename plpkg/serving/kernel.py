@@ -25,7 +25,7 @@ AVAILABLE = find_spec("triton") is not None
 def _jitted() -> Any:  # on first use: Triton takes half a second to import, and reads TRITON_INTERPRET then
     global tl, triton
     import triton  # pyright: ignore[reportMissingImports] (for GPUs only)
-    import triton.language as tl  # pyright: ignore[reportMissingImports]
+    import triton.language as tl  # pyright: ignore[reportMissingImports] (the same)
 
     @triton.jit
     def segmented_product(
@@ -71,7 +71,7 @@ def _constants(dtype: torch.dtype, width: int, inner: int, expand: bool, block: 
     """
     sums = tl.float64 if dtype == torch.float64 else tl.float32
     product = getattr(tl, str(dtype).removeprefix("torch."))
-    if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue]
+    if triton.knobs.runtime.interpret:  # pyright: ignore[reportAttributeAccessIssue] (added as it loads)
         product = sums  # the interpreter holds bf16 as integers, and would multiply those
     return {
         "EXPAND": expand,

@@ -54,7 +54,7 @@ def _alike_number(got: Any, expected: int | float, tolerance: float) -> bool:
     if not isinstance(got, Number):
         return False
     relative = 0 if isinstance(expected, int) else tolerance
-    return math.isclose(float(got), expected, rel_tol=relative, abs_tol=1e-12)  # pyright: ignore[reportArgumentType]
+    return math.isclose(float(got), expected, rel_tol=relative, abs_tol=1e-12)  # pyright: ignore[reportArgumentType] (a number, by then)
 
 
 def close(got, expected, tolerance: float) -> bool:

@@ -140,7 +140,7 @@ class Explorer(ipywidgets.VBox):
     def _repr_mimebundle_(self, **kwargs) -> dict:
         # For a reader without a kernel. ipywidgets itself would cut the text at 110 characters.
         still = {"text/plain": repr(self), "text/html": self._still()}
-        return super()._repr_mimebundle_(**kwargs) | still  # pyright: ignore[reportOptionalOperand]
+        return super()._repr_mimebundle_(**kwargs) | still  # pyright: ignore[reportOptionalOperand] (an ipywidget always has one)
 
     def _still(self) -> str:
         """The widget as HTML that needs no kernel: a table of its controls' values, its sentence, its picture."""

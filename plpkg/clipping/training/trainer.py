@@ -64,7 +64,7 @@ class PrivateTrainer(Trainer):
         super().__init__(model, args, **more)
         self._make_private = private
         self._losses = losses
-        self.private = None  # pyright: ignore[reportAttributeAccessIssue]
+        self.private = None  # pyright: ignore[reportAttributeAccessIssue] (until training begins)
 
     def get_train_dataloader(self) -> "Epochs":
         """The samples, an epoch at a time."""

@@ -121,7 +121,7 @@ class Writing:
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
         """The next tokens ``(batch,)`` by logits ``(batch, vocab)``."""
-        scores = self._warp(self.ids, logits)  # pyright: ignore[reportArgumentType]
+        scores = self._warp(self.ids, logits)  # pyright: ignore[reportArgumentType] (LongTensor is no class of its own)
         if self._sampled:
             return torch.multinomial(scores.softmax(-1), 1, generator=self._generator)[:, 0]
         return scores.argmax(-1)

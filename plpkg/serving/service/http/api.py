@@ -86,7 +86,7 @@ def app(
         api.add_exception_handler(kind, refusal)
     api.add_exception_handler(HTTPException, _http_error)  # pyright: ignore[reportArgumentType] (its own exceptions)
     api.add_exception_handler(ClientDisconnect, _gone)
-    api.add_exception_handler(RequestValidationError, _wrong_fields)  # pyright: ignore[reportArgumentType]
+    api.add_exception_handler(RequestValidationError, _wrong_fields)  # pyright: ignore[reportArgumentType] (the same)
     names = Names(store, name)
     metrics = Metrics()
     positions = longest_text(model.config, max_model_len)
