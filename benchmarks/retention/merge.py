@@ -17,14 +17,14 @@ from torch.nn import functional
 from tqdm.auto import tqdm
 
 from plpkg.decoding import cache_argument
-from plpkg.retention.cache import EvictingCache, ReassignedPositions
+from plpkg.retention.cache.evicting import EvictingCache, ReassignedPositions
+from plpkg.retention.cache.rotary import Rotary
+from plpkg.retention.cache.store import gather
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.layers import attention_layers
 from plpkg.retention.prefill import read_chunks
 from plpkg.retention.reading import PrefillResult
-from plpkg.retention.rotary import Rotary
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.store import gather
 from plpkg.training_loop import learn
 
 

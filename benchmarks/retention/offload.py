@@ -17,7 +17,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from benchmarks.retention.rewriting import Rewriting
 from plpkg.decoding import cache_argument
-from plpkg.retention.store import gather
+from plpkg.retention.cache.store import gather
 from plpkg.retention.watch import Units, watching
 
 

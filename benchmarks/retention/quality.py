@@ -41,10 +41,10 @@ from plpkg.decoding import cache_among, cache_argument
 from plpkg.memory import MemoryTimeline
 from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers, text, tiny
+from plpkg.retention.cache.quantize import quantized
+from plpkg.retention.cache.rotary import Rotary
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.head import HeadsConfig
-from plpkg.retention.quantize import quantized
-from plpkg.retention.rotary import Rotary
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from plpkg.retention.train import train_heads
 from plpkg.retention.trials.tasks import lookup, pairs_in_noise

@@ -47,10 +47,10 @@ from plpkg.backbones import load_backbone
 from plpkg.questions import first_line, parts, right, words
 from plpkg.recorded import half_width
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, load
-from plpkg.retention.quantize import quantized
+from plpkg.retention.cache.quantize import quantized
+from plpkg.retention.cache.store import UnitStore
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, Scorer, SinkRecent, SnapKv, Static
-from plpkg.retention.store import UnitStore
 
 TEXTS, CHUNK, ANSWER, NEXT = 10, 256, 12, 128
 """Texts of each length, tokens of a chunk, of an answer at most, and of a continuation."""

@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from plpkg.imports import on_first_use
-from plpkg.retention import quantize, scorers
+from plpkg.retention import scorers
 from plpkg.retention.bounded import bounded
+from plpkg.retention.cache import quantize
 from plpkg.retention.head import RetainingHeads
 from plpkg.retention.labels import cis_labels
 from plpkg.retention.prefill import chunked_prefill

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from plpkg.retention import watch
-from plpkg.retention.cache import EvictingCache
+from plpkg.retention.cache.evicting import EvictingCache
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.layers import attention_layers
 from plpkg.retention.scorers import Scorer

@@ -15,7 +15,7 @@ import torch
 from plpkg.decoding import cache_among, cache_argument
 from plpkg.fingerprints import stamp
 from plpkg.results import Tabular
-from plpkg.retention.cache import EvictingCache, ReassignedPositions
+from plpkg.retention.cache.evicting import EvictingCache, ReassignedPositions
 from plpkg.retention.layers import attention_layers
 from plpkg.retention.scorers import Scorer
 from plpkg.retention.watch import Units, Watch, now, watching

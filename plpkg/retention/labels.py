@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from plpkg.decoding import cache_argument
 from plpkg.inputs import Ids
-from plpkg.retention.cache import bounded
+from plpkg.retention.cache.evicting import bounded
 from plpkg.retention.layers import check_ids
 from plpkg.retention.watch import Units, Watch, watching
 from plpkg.training_loop import evaluating

@@ -19,12 +19,12 @@ from tqdm.auto import tqdm
 from plpkg.decoding import rope_changes
 from plpkg.inputs import Ids
 from plpkg.retention import watch
-from plpkg.retention.cache import EvictingCache
+from plpkg.retention.cache.evicting import EvictingCache
+from plpkg.retention.cache.store import UnitStore
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.layers import check_ids
 from plpkg.retention.reading import PrefillResult
 from plpkg.retention.scorers import Scorer
-from plpkg.retention.store import UnitStore
 from plpkg.training_loop import evaluating
 from plpkg.validation import whole_number
 
@@ -62,14 +62,14 @@ def chunked_prefill(
     local_len
         Tokens at the end that are not cut: the cache ends with ``budget + local_len`` units.
     positions
-        ``"reassigned"`` or ``"original"``: see :mod:`plpkg.retention.cache`.
+        ``"reassigned"`` or ``"original"``: see :mod:`plpkg.retention.cache.evicting`.
     keep
         Spans ``(start, stop)`` of the prompt whose units always stay, ``stop`` excluded: an instruction, say. They
         count within the budget.
     attention_mask
         Refused if it masks anything.
     store
-        Makes each layer's store: :func:`plpkg.retention.quantize.quantized`, say.
+        Makes each layer's store: :func:`plpkg.retention.cache.quantize.quantized`, say.
     log_positions
         Log what each head kept: ``layers · num_kv_heads · budget`` integers a chunk, as much as the whole cache after
         128K tokens.

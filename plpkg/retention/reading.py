@@ -19,11 +19,11 @@ from plpkg.decoding import cache_argument
 from plpkg.files import checkpoints
 from plpkg.fingerprints import digest, stamp
 from plpkg.inputs import token_ids
-from plpkg.retention.cache import EvictingCache, EvictingLayer
+from plpkg.retention.cache.evicting import EvictingCache, EvictingLayer
+from plpkg.retention.cache.quantize import quantized
+from plpkg.retention.cache.store import UnitStore
 from plpkg.retention.eviction import ChunkStep, Eviction, Log
 from plpkg.retention.layers import check_ids
-from plpkg.retention.quantize import quantized
-from plpkg.retention.store import UnitStore
 from plpkg.training_loop import evaluating, forget_images
 
 FILE = "reading.safetensors"

@@ -15,7 +15,7 @@ from plpkg import decoding
 from plpkg.backbones import random_backbone
 from plpkg.decoding import cache_argument
 from plpkg.retention import RetainingHeads, chunked_prefill, cis_labels, scorers
-from plpkg.retention.cache import EvictingCache
+from plpkg.retention.cache.evicting import EvictingCache
 from plpkg.retention.layers import attention_layers
 from plpkg.retention.scorers import H2O, KeyNorm, Locret, Random, SinkRecent, SirLlm, SnapKv
 from tests.retention.conftest import ATTENTION, CONTRACTS, in_double, other_family

@@ -22,10 +22,10 @@ from plpkg.backbones import random_backbone
 from plpkg.decoding import cache_argument
 from plpkg.files import checkpoints
 from plpkg.retention import chunked_prefill
-from plpkg.retention.quantize import quantized
+from plpkg.retention.cache.quantize import quantized
+from plpkg.retention.cache.store import UnitStore
 from plpkg.retention.reading import FILE
 from plpkg.retention.scorers import H2O, KeyNorm, Random, SinkRecent, SirLlm
-from plpkg.retention.store import UnitStore
 from tests.retention.conftest import CONTRACTS, in_double, other_family
 
 from rounding import assert_as_exact

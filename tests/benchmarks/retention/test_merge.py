@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.retention.merge import Merger, merging_prefill, train_merger
 from plpkg.retention import chunked_prefill, scorers
-from plpkg.retention.cache import EvictingCache
+from plpkg.retention.cache.evicting import EvictingCache
 from plpkg.retention.eviction import Eviction
 from plpkg.retention.prefill import read_chunks
 from plpkg.retention.scorers import KeyNorm

@@ -29,8 +29,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from plpkg.retention.rotary import Rotary, rotating
-from plpkg.retention.store import UnitStore, under
+from plpkg.retention.cache.rotary import Rotary, rotating
+from plpkg.retention.cache.store import UnitStore, under
 from plpkg.validation import one_of
 
 EXACT = (torch.float32, torch.float64)

@@ -9,10 +9,10 @@ from hypothesis import given, settings, strategies as st
 from plpkg.backbones import random_backbone
 from plpkg.decoding import cache_argument
 from plpkg.retention import chunked_prefill
-from plpkg.retention.cache import EvictingCache, ReassignedPositions
+from plpkg.retention.cache.evicting import EvictingCache, ReassignedPositions
+from plpkg.retention.cache.rotary import Rotary
 from plpkg.retention.eviction import keep_indices
 from plpkg.retention.labels import cis_labels
-from plpkg.retention.rotary import Rotary
 from plpkg.retention.scorers import H2O, KeyNorm
 from plpkg.retention.watch import Watch, watching
 from tests.retention.conftest import ROTARY, in_double, other_family

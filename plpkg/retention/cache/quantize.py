@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 import torch
 
-from plpkg.retention.store import UnitStore, gather, under
+from plpkg.retention.cache.store import UnitStore, gather, under
 from plpkg.validation import one_of, whole_number
 
 PACKED = ("codes", "scale", "least")

@@ -6,7 +6,7 @@ import torch
 
 
 class UnitStore:
-    """A layer's keys and values, as two tensors. :mod:`plpkg.retention.quantize` has another kind."""
+    """A layer's keys and values, as two tensors. :mod:`plpkg.retention.cache.quantize` has another kind."""
 
     keys: torch.Tensor  # (batch, num_kv_heads, kept, head_dim), once units have come
     values: torch.Tensor  # (batch, num_kv_heads, kept, value_dim)

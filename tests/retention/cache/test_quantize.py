@@ -9,9 +9,9 @@ from hypothesis import given, strategies as st
 from plpkg.backbones import load_backbone, random_backbone
 from plpkg.decoding import cache_argument
 from plpkg.retention import chunked_prefill, scorers
-from plpkg.retention.quantize import ByChannel, ByToken, Packed, quantized
+from plpkg.retention.cache.quantize import ByChannel, ByToken, Packed, quantized
+from plpkg.retention.cache.store import UnitStore
 from plpkg.retention.scorers import KeyNorm
-from plpkg.retention.store import UnitStore
 
 from rounding import assert_close, relative
 
