@@ -128,7 +128,7 @@ def ask(
         str, Option(help="Another model: a name of this package or of the hub, or a folder.")
     ] = "smollm2-reader",
 ) -> None:
-    """Ask a folder of notes: an answer, and the passage that says so with its file and line.
+    """Ask a folder of notes: an answer, and the passage that says so, with its file and first line.
 
     A question that no note answers gets an answer as well. "The notes may not say" stands below about half of these,
     and below one of ten right answers: the passage shows which.
