@@ -206,7 +206,7 @@ class Watched:
             beside = Projections(look.kept, look.seed) if look else None
             divided = _divided(losses, divisors)
             made, norms = recorder.clipped_sums(divided, clip, self.execution, owners=owners, beside=beside)
-        if look and beside:
+        if look is not None and beside is not None:
             first = Made(losses[look.kept].detach(), beside, after)
             make = partial(self._made_again, count=count, divisors=divisors, look=look, before=before)
             check(first, make, look, batch)

@@ -6,6 +6,7 @@ backward pass, the sums that nothing was kept for.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -107,7 +108,7 @@ class NormPass:
             self._settle(key)
         count = len(losses) if self._members is None else len(self._members)
         norms = losses.new_zeros(count)
-        squares = [group.square for group in (*self._open, *self._closed) if group.square is not None]
+        squares: list[Any] = [group.square for group in (*self._open, *self._closed)]  # an open group has one
         if squares:
             norms = sum(squares[1:], squares[0]).sqrt()
         check_finite(norms, 0, count)
