@@ -4,6 +4,7 @@
 backward pass, the sums that nothing was kept for.
 """
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +26,7 @@ class ClipGroup:
 
     limit: float
     waiting: set[str] = field(default_factory=set)  # those whose gradients are not known
-    square: torch.Tensor | None = None  # (batch,): the squared norm of the others' gradients
+    square: Any = None  # (batch,): the squared norm of the others' gradients, once there is one
     kept: dict[str, list[Outer] | torch.Tensor] = field(default_factory=dict)  # what their sums are to be made of
 
 
@@ -108,9 +109,9 @@ class NormPass:
             self._settle(key)
         count = len(losses) if self._members is None else len(self._members)
         norms = losses.new_zeros(count)
-        squares: list[Any] = [group.square for group in (*self._open, *self._closed)]  # an open group has one
+        squares = [group.square for group in (*self._open, *self._closed)]
         if squares:
-            norms = sum(squares[1:], squares[0]).sqrt()
+            norms = functools.reduce(torch.add, squares).sqrt()
         check_finite(norms, 0, count)
         for group in list(self._open):
             self._close(group)
@@ -151,7 +152,6 @@ class NormPass:
 
     def _close(self, group: ClipGroup) -> None:
         """The norm that a group is scaled by is known: add up what was kept of it."""
-        assert group.square is not None  # that of an open group's first parameter
         self._open.remove(group)
         self._closed.append(group)
         scale = self._clip.factors(group.square, group.limit)
