@@ -58,7 +58,7 @@ class GivenGradients:
             look = copies(batch, count)
         before = RandomState() if look else None
         gradients, losses = self._gradients(batch, count)
-        if look and before:
+        if look is not None and before is not None:
             self._look(batch, count, look, gradients, before)
         for name, g in gradients.items():
             if divisors is not None:
