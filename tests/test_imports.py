@@ -135,6 +135,18 @@ print("plpkg.corpora" in sys.modules)
     assert interpreter(code).splitlines() == ["False", "True True", "True", "True False", "False"]
 
 
+@pytest.mark.parametrize("installed", ["triton", "another"])
+def test_the_end_collects_what_commands_froze_if_triton_would_call_it_leaked(installed):
+    code = f"""
+import atexit, gc, sys, types
+from plpkg.imports import uncollected
+atexit.register(lambda: print(gc.get_freeze_count() > 0))  # the first registered runs last
+with uncollected():
+    sys.modules[{installed!r}] = types.ModuleType({installed!r})
+"""
+    assert interpreter(code).splitlines() == [str(installed == "another")]
+
+
 @pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN, lambda *_: None])
 def test_ctrl_c_ends_a_command_that_imports_unless_it_is_handled_otherwise(handler):
     before = signal.signal(signal.SIGINT, handler)

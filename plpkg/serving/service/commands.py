@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import functools
-import gc
 import os
 import signal
 import socket
@@ -138,10 +137,9 @@ def serve(
             name=model, keys=keys, limits=limits, origins=cors or (), max_model_len=max_model_len,
         )  # fmt: skip
         _, port, *_ = listening.getsockname()  # 0 has become a free one
-        typer.echo(f"serving {model} on http://{host}:{port}")
+        ready = functools.partial(typer.echo, f"serving {model} on http://{host}:{port}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
-            Server(service, grace).run([listening])
-    gc.freeze()  # or Python, as it ends, would look through all of torch for a second or more
+            Server(service, grace, ready).run([listening])
 
 
 @contextlib.contextmanager

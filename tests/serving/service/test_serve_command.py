@@ -137,6 +137,19 @@ def test_a_signal_ends_it_in_the_middle_of_streams(number, grace, again, tmp_pat
         assert not [*temporary.glob("plpkg*")]
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_well_from_its_first_line_on(number, tmp_path):
+    """Here it comes while the line is being written."""
+    code = "import signal, sys, tempfile, typer; tempfile.tempdir = sys.argv.pop(1); number = int(sys.argv.pop(1))\n"
+    code += "typer.echo = lambda line: print(line, flush=True) or signal.raise_signal(number)\n"
+    code += "from plpkg.cli import app; app()"
+    with Process(code, str(tmp_path), str(int(number)), "serve", "--listen", "127.0.0.1:0") as process:
+        assert line_of(process.stdout, "^serving plpkg-small on ")
+        assert process.wait() == 0
+        assert process.stdout.read() == ""
+        assert not [*tmp_path.glob("plpkg*")]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_ends_it_while_it_starts(number, tmp_path):
     temporary = tmp_path / "tmp"

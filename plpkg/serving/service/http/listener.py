@@ -4,6 +4,7 @@ import asyncio
 import signal
 import threading
 import time
+from collections.abc import Callable
 
 import h11
 import uvicorn
@@ -37,11 +38,12 @@ class Server(uvicorn.Server):
 
     SIGINT (Ctrl-C) and any second signal end that time. From then on it takes about :data:`CLOSING_S`: what has not
     ended within :data:`GRACE_S` is told why. Left to itself uvicorn would break the connections off, and close the
-    application only then.
+    application only then. ``ready`` is called when it answers, and no earlier than signals end it as said here.
     """
 
-    def __init__(self, application, grace_s: float = 0, **options) -> None:
+    def __init__(self, application, grace_s: float = 0, ready: Callable[[], None] = lambda: None, **options) -> None:
         self._grace_s = grace_s
+        self._ready = ready
         # httptools, which uvicorn prefers, takes a head of any size from anybody
         super().__init__(
             uvicorn.Config(
@@ -59,6 +61,12 @@ class Server(uvicorn.Server):
             self._grace_s = 0
         super().handle_exit(sig, frame)
         self.force_exit = False  # or the application would not be closed
+
+    async def startup(self, sockets=None) -> None:
+        """As uvicorn's, which has taken the signals before."""
+        await super().startup(sockets)
+        if self.started:
+            self._ready()
 
     async def shutdown(self, sockets=None) -> None:
         """As uvicorn's; the application, and with it the requests, is closed when the grace is over."""
