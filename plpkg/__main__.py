@@ -1,6 +1,6 @@
 """``python -m plpkg`` is ``plpkg``: what ``accelerate launch -m plpkg`` runs."""
 
-from plpkg.imports import ended_by_ctrl_c
+from plpkg.signals import ended_by_ctrl_c
 
 
 def main() -> None:

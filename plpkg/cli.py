@@ -42,7 +42,8 @@ class OneLineErrors(TyperGroup):
             typer.echo("; ".join([f"Error: {error}", *notes]), err=True)
             raise typer.Exit(2) from error
         except ERRORS as error:
-            raise typer.BadParameter(str(error)) from error
+            number = f"[Errno {getattr(error, 'errno', None)}] "  # an operating system's, which helps nobody
+            raise typer.BadParameter(str(error).removeprefix(number)) from error
 
 
 app = typer.Typer(

@@ -8,11 +8,11 @@ import atexit
 import contextlib
 import gc
 import inspect
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from importlib import import_module
+
+from plpkg.signals import ended_by_ctrl_c
 
 
 def on_first_use(package: str) -> Callable[[str], object]:
@@ -77,17 +77,3 @@ def _thaw_triton() -> None:
     """Triton, which torch imports if it can, reports what is not collected at the end: 64 lines of leaks."""
     if "triton" in sys.modules:
         gc.unfreeze()
-
-
-@contextlib.contextmanager
-def ended_by_ctrl_c() -> Iterator[None]:
-    """SIGINT ends the process, as it ends one that is not Python's; another handler, or none, stays as it is."""
-    python_s = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    if not python_s or threading.current_thread() is not threading.main_thread():  # nobody else may set one
-        yield
-        return
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)

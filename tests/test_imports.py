@@ -3,14 +3,12 @@
 import ast
 import importlib
 import inspect
-import signal
 from pathlib import Path
 
 import pytest
 
 import plpkg
 from plpkg import ROOMS
-from plpkg.imports import ended_by_ctrl_c
 
 from waiting import interpreter
 
@@ -145,15 +143,3 @@ with uncollected():
     sys.modules[{installed!r}] = types.ModuleType({installed!r})
 """
     assert interpreter(code).splitlines() == [str(installed == "another")]
-
-
-@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN, lambda *_: None])
-def test_ctrl_c_ends_a_command_that_imports_unless_it_is_handled_otherwise(handler):
-    before = signal.signal(signal.SIGINT, handler)
-    try:
-        with ended_by_ctrl_c():
-            within = signal.getsignal(signal.SIGINT)
-        assert within is (signal.SIG_DFL if handler is signal.default_int_handler else handler)
-        assert signal.getsignal(signal.SIGINT) is handler
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,10 +5,8 @@ import functools
 import itertools
 import os
 import re
-import signal
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,6 +16,7 @@ from typer import Argument, Option
 
 from plpkg import catalog
 from plpkg.imports import uncollected
+from plpkg.signals import ended_by_signals
 from plpkg.validation import host_and_port
 
 app = typer.Typer()
@@ -77,7 +76,7 @@ def cloud(
     new: dict[str, Any] = dict(rank=rank, ladder=ladder, like=like, targets=target, seed=seed)
     limits = Limits(sessions=sessions, tokens=tokens)
     cut: dict[str, Any] = dict(first_k=first_k, last_k=last_k, fold=fold, precision=precision)
-    with ended_by_sigterm():
+    with ended_by_signals():
         adapted, _ = adapted_model(model, adapter, dtype, device, **new)
         server = CloudServer(adapted, listen, tls=tls, token=token, limits=limits, **cut)
         release(adapted, server.part)
@@ -87,22 +86,6 @@ def cloud(
                 server.wait()
             except KeyboardInterrupt:
                 typer.echo(repr(server.traffic))
-
-
-@contextlib.contextmanager
-def ended_by_sigterm() -> Iterator[None]:
-    """Within it, SIGTERM raises a KeyboardInterrupt, as Ctrl+C does.
-
-    Linux ignores a SIGTERM without a handler for the first process of a container.
-    """
-    if threading.current_thread() is not threading.main_thread():  # nobody else may set a handler
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def require_free(address: str) -> None:

@@ -4,15 +4,15 @@ import asyncio
 import contextlib
 import functools
 import os
-import signal
 import socket
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from typer import Option
+
+from plpkg.signals import ended_by_signals
 
 app = typer.Typer()
 
@@ -131,7 +131,11 @@ def serve(
             backend = replica(base, tokenizer, kept, downloads, **options)
         asyncio.run(swept(kept))
         for folder in folders:
-            asyncio.run(kept.put(LOCAL, folder.resolve().name, validate_adapter(folder, base, limits)))
+            try:
+                checked = validate_adapter(folder, base, limits)
+            except ValueError as error:
+                raise ValueError(f"--adapter {folder}: {error}") from None
+            asyncio.run(kept.put(LOCAL, folder.resolve().name, checked))
         service = api.app(
             backend, kept, base, tokenizer,
             name=model, keys=keys, limits=limits, origins=cors or (), max_model_len=max_model_len,
@@ -140,31 +144,6 @@ def serve(
         ready = functools.partial(typer.echo, f"serving {model} on http://{host}:{port}")
         with contextlib.suppress(KeyboardInterrupt):  # uvicorn has ended well, and hands it on
             Server(service, grace, ready).run([listening])
-
-
-@contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """Within it, SIGTERM, SIGINT and SIGHUP raise a KeyboardInterrupt, once: the cleaning up is not interrupted.
-
-    Under ``nohup``, SIGHUP stays ignored.
-    """
-    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # Windows has none
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, hangup)}
-
-    def end(*_) -> None:
-        for number in before:
-            signal.signal(number, signal.SIG_IGN)
-        raise KeyboardInterrupt
-
-    if before[hangup] is not signal.SIG_IGN:  # uvicorn, while it runs, takes the other two only
-        signal.signal(hangup, lambda *_: signal.raise_signal(signal.SIGTERM))
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, end)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 async def swept(store) -> None:

@@ -128,7 +128,7 @@ def test_the_published_model_knows_the_diary_by_its_m():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (None, "No such file or directory"),
+        (None, "Invalid value: No such file or directory"),
         ("", "holds no .txt or .md file with text in it"),
         ("My dentist is Dr Halloran.", "have 26 characters; 200 are needed to learn from"),
         ("word" + " \n" * 500, "have 4 characters; 200 are needed to learn from"),

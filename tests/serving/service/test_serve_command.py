@@ -196,7 +196,7 @@ def refused(monkeypatch):
         ("--dtype int3", "dtype"),
         ("--model FOLDER", "no model"),
         ("--batch 0", "batch"),
-        ("--adapter FOLDER", "adapter_config.json"),
+        ("--adapter FOLDER", "--adapter FOLDER: adapter_config.json is missing"),
         ("--store s3://", "s3://"),
         ("--store nowhere://x", "nowhere://x"),
         ("--store FILE", "FILE"),
