@@ -33,7 +33,7 @@ SEARCH = 8.0
 """Nats of an answer's log-probability that weigh as much as 1 of search's score."""
 DOUBT = -0.88
 """The log-probability of "unknown" from which on an answer is doubted: one of ten right answers is, and about half of
-those to questions that no note answers.
+those to questions that no note answers. So is an answer with a word that its passage does not have.
 """
 FOLLOWS = re.compile(r"(and|but|or|so|then|what about|how about)\b", re.IGNORECASE)
 """How a question begins that goes on from the one before it."""
@@ -140,8 +140,14 @@ def answered(question: str, search: Search, read: Callable[[list[str], str], lis
             break
     best = surest([each.score for each in found], readings)
     others = tuple(each for i, each in enumerate(found) if i != best)
-    doubtful = readings[best].unknown > DOUBT
+    doubtful = doubted(readings[best], found[best].passage.read)
     return Answer(question, readings[best].answer, found[best], others, doubtful)
+
+
+def doubted(reading: Reading, text: str) -> bool:
+    """Whether what was read from a text may not be said there."""
+    own = {*questions.words(reading.answer)} - {*questions.words(text)}
+    return reading.unknown > DOUBT or bool(own)
 
 
 def surest(scores: list[float], readings: list[Reading], weight: float = SEARCH) -> int:

@@ -67,6 +67,20 @@ def test_an_answer_is_doubted_where_its_reader_nearly_said_unknown(finder, capsy
     assert ("the notes may not say" in capsys.readouterr().out) is doubtful
 
 
+@pytest.mark.parametrize(
+    ("answer", "doubtful"),
+    [
+        ("beer hotel", True),  # a word of the note, and one of nobody's
+        ("the beer's in a cellar", False),  # small words and forms of a word are no others
+        ("at 6.40", False),
+        ("6:41", True),
+        ("Unknown", True),
+    ],
+)
+def test_an_answer_is_doubted_where_it_has_a_word_that_its_passage_has_not(answer, doubtful):
+    assert ask.doubted(Reading(answer, -1.0, -9.0), "Beer is in the cellar, from 6:40 on.") is doubtful
+
+
 def test_the_model_reads_each_passage_under_its_heading(finder):
     seen = []
 

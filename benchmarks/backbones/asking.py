@@ -33,7 +33,7 @@ Sections (each replaces its rows in ``data/measured/backbones_asking.csv``):
     From the right note, when only spans of the text may be written, and freely.
 ``absent``
     What tells that no note answers: AUC against right answers, and two error rates at a threshold that the choosing
-    hands chose.
+    hands chose; and the error rates of what ``ask`` does.
 ``folder``
     Time and bytes of the first question to a folder of 2,000 files, of the second, and after an edit.
 
@@ -252,16 +252,20 @@ def each_alone(which: str, name: str) -> list[list[questions.Reading]]:
     return [list(itertools.islice(given, ask.NUM_PASSAGES)) for _ in some]
 
 
-def believed(case: Case, readings: list[questions.Reading], weight: float = ask.SEARCH) -> questions.Reading:
-    return readings[ask.surest(case.scores[: len(readings)], readings, weight)]
+def believed(
+    case: Case, readings: list[questions.Reading], weight: float = ask.SEARCH
+) -> tuple[str, questions.Reading]:
+    """The note whose answer is shown, and the answer."""
+    best = ask.surest(case.scores[: len(readings)], readings, weight)
+    return case.notes("ask", len(readings))[best], readings[best]
 
 
 def asked_of(which: str, name: str, weight: float = ask.SEARCH) -> dict:
     """``ask``'s way: search's first three, each alone, and the surest of three answers."""
     pairs = zip(cases(name), each_alone(which, name), strict=True)
-    some = [(case, believed(case, readings, weight)) for case, readings in pairs if case.question.note is not None]
-    given = [reading.answer for _, reading in some]
-    accepted = [case.question.answers for case, _ in some]
+    some = [(case, *believed(case, readings, weight)) for case, readings in pairs if case.question.note is not None]
+    given = [reading.answer for _, _, reading in some]
+    accepted = [case.question.answers for case, _, _ in some]
     reads = EACH_ALONE if weight == ask.SEARCH else f"{EACH_ALONE}, search counts {weight:g}"
     return {"set": name, "method": which, "reads": reads} | judged(given, accepted)
 
@@ -346,12 +350,14 @@ class Signals:
     kind: str
     """``right``, ``wrong``, or ``absent``: no note answers."""
     values: dict[str, float]
+    doubted: bool
+    """As ``ask`` does it."""
 
 
 def signals(name: str) -> list[Signals]:
     found = []
     for case, readings in zip(cases(name), each_alone("smollm2-reader", name), strict=True):
-        reading = believed(case, readings)
+        note, reading = believed(case, readings)
         kind = "absent"
         if case.question.note is not None:
             kind = "right" if questions.right(reading.answer, case.question.answers) else "wrong"
@@ -363,7 +369,7 @@ def signals(name: str) -> list[Signals]:
             "not unknown": -reading.unknown,
             "not unknown, of all three": -min(each.unknown for each in readings),
         }
-        found.append(Signals(kind, values))
+        found.append(Signals(kind, values, ask.doubted(reading, note)))
     return found
 
 
@@ -396,23 +402,22 @@ def absent_rows() -> Iterator[dict]:
     for signal, values in scored.items():
         threshold = float(np.quantile(values([each for each in chosen if each.kind == "right"]), 0.1))
         for name, some in sets.items():
-            right, wrong, absent = (
-                [each for each in some if each.kind == kind] for kind in ("right", "wrong", "absent")
-            )
-            both = right + absent
+            both = [each for each in some if each.kind != "wrong"]
             auc = roc_auc_score([each.kind == "right" for each in both], values(both))
-            yield {
-                "set": name,
-                "method": signal,
-                "auc": round(auc, 3),
-                "threshold": round(threshold, 4),
-                "right_doubted": round(float((values(right) < threshold).mean()), 3),
-                "wrong_doubted": round(float((values(wrong) < threshold).mean()), 3),
-                "absent_doubted": round(float((values(absent) < threshold).mean()), 3),
-                "right": len(right),
-                "of": len(right) + len(wrong),
-                "absent": len(absent),
-            }
+            measured = {"auc": round(auc, 3), "threshold": round(threshold, 4)}
+            yield {"set": name, "method": signal} | measured | doubts(some, values(some) < threshold)
+    for name, some in sets.items():
+        yield {"set": name, "method": "as ask doubts"} | doubts(some, np.array([each.doubted for each in some]))
+
+
+def doubts(some: list[Signals], doubted: np.ndarray) -> dict:
+    """The share of right, wrong and absent answers that are doubted, and how many there are."""
+    kinds = np.array([each.kind for each in some])
+    shares = {
+        f"{kind}_doubted": round(float(doubted[kinds == kind].mean()), 3) for kind in ("right", "wrong", "absent")
+    }
+    right, wrong, absent = (int((kinds == kind).sum()) for kind in ("right", "wrong", "absent"))
+    return shares | {"right": right, "of": right + wrong, "absent": absent}
 
 
 def real_rows() -> Iterator[dict]:

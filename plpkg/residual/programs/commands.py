@@ -163,7 +163,6 @@ def client_of(connect: str | None, name: str, adapter: Path | None, new: dict, s
         except KeyboardInterrupt as stop:
             typer.echo("\n" + "\n".join(getattr(stop, "__notes__", ())), err=True)
             raise
-        typer.echo(repr(client.traffic), err=True)
 
 
 @device_app.command()
@@ -194,6 +193,7 @@ def chat(
     guessing: dict[str, Any] = dict(draft=None if draft == "none" else draft, draft_tokens=draft_tokens)
     with context.obj() as (client, _, tokenizer):
         answer_lines(client, tokenizer, lines_of(), max_new_tokens, stop_strings=stop or None, **guessing, **sampling)
+        typer.echo(repr(client.traffic), err=True)
 
 
 @device_app.command()
@@ -222,6 +222,7 @@ def train(
             held_out=held_out, steps=steps, batch=batch, seq=seq, accumulate=accumulate, lr=lr,
         )  # fmt: skip
         typer.echo(repr(trained))
+        typer.echo(repr(client.traffic), err=True)
 
 
 @app.command()
