@@ -33,7 +33,8 @@ SEARCH = 8.0
 """Nats of an answer's log-probability that weigh as much as 1 of search's score."""
 DOUBT = -0.88
 """The log-probability of "unknown" from which on an answer is doubted: one of ten right answers is, and about half of
-those to questions that no note answers. So is an answer with a word that its passage does not have.
+those to questions that no note answers. So is an answer with a word that its passage does not have: that
+doubts no right one more.
 """
 FOLLOWS = re.compile(r"(and|but|or|so|then|what about|how about)\b", re.IGNORECASE)
 """How a question begins that goes on from the one before it."""

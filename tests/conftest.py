@@ -95,6 +95,11 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_unconfigure():
+    """Triton would report as leaks what is not collected at the end."""
+    gc.unfreeze()
+
+
 @pytest.fixture(autouse=True)
 def _close_figures():
     yield
