@@ -52,5 +52,5 @@ EXPOSE 8000
 HEALTHCHECK --interval=30s --timeout=10s --start-period=120s --retries=3 \
     CMD ["python", "-c", "import http.client, sys; c = http.client.HTTPConnection('127.0.0.1', 8000, timeout=8); c.request('GET', '/health'); sys.exit(c.getresponse().status != 200)"]
 ENTRYPOINT ["plpkg"]
-# docker stop kills after 10 seconds: the service ends before.
-CMD ["serve", "--model", "smollm2", "--store", "/store", "--listen", "0.0.0.0:8000", "--grace", "8"]
+# docker stop kills after 10 seconds: the service ends before, and Python needs a second after it.
+CMD ["serve", "--model", "smollm2", "--store", "/store", "--listen", "0.0.0.0:8000", "--grace", "7"]

@@ -33,8 +33,8 @@ SEARCH = 8.0
 """Nats of an answer's log-probability that weigh as much as 1 of search's score."""
 DOUBT = -0.88
 """The log-probability of "unknown" from which on an answer is doubted: one of ten right answers is, and about half of
-those to questions that no note answers. So is an answer with a word that its passage does not have: that
-doubts no right one more.
+those to questions that no note answers. An answer with a word that its passage does not have is doubted as well, which
+was measured to doubt no further right one.
 """
 FOLLOWS = re.compile(r"(and|but|or|so|then|what about|how about)\b", re.IGNORECASE)
 """How a question begins that goes on from the one before it."""
@@ -146,9 +146,9 @@ def answered(question: str, search: Search, read: Callable[[list[str], str], lis
 
 
 def doubted(reading: Reading, text: str) -> bool:
-    """Whether what was read from a text may not be said there."""
-    own = {*questions.words(reading.answer)} - {*questions.words(text)}
-    return reading.unknown > DOUBT or bool(own)
+    """Whether the text may not say this: its reader nearly answered "unknown", or a word is not the text's."""
+    invented = {*questions.words(reading.answer)} - {*questions.words(text)}
+    return reading.unknown > DOUBT or bool(invented)
 
 
 def surest(scores: list[float], readings: list[Reading], weight: float = SEARCH) -> int:

@@ -42,7 +42,7 @@ class OneLineErrors(TyperGroup):
             typer.echo("; ".join([f"Error: {error}", *notes]), err=True)
             raise typer.Exit(2) from error
         except ERRORS as error:
-            number = f"[Errno {getattr(error, 'errno', None)}] "  # an operating system's, which helps nobody
+            number = f"[Errno {getattr(error, 'errno', None)}] "  # the words behind it say as much
             raise typer.BadParameter(str(error).removeprefix(number)) from error
 
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer import Option
 
+from plpkg.imports import uncollected
 from plpkg.signals import ended_by_signals
 
 app = typer.Typer()
@@ -66,17 +67,17 @@ def serve(
 
     PLPKG_KEYS names a file of lines ACCOUNT KEY. Without it, all programs on this machine are the account local.
     """
-    from plpkg.adapters import validate_adapter
-
     try:
-        from plpkg.serving.service import Store
-        from plpkg.serving.service.http import api
-        from plpkg.serving.service.http.accounts import LOCAL, Keys
-        from plpkg.serving.service.http.listener import Server
-        from plpkg.serving.service.places import folder_of, require_apart, temporary_folder, temporary_folders
+        with uncollected():
+            from plpkg.adapters import validate_adapter
+            from plpkg.serving.service import Store
+            from plpkg.serving.service.http import api
+            from plpkg.serving.service.http.accounts import LOCAL, Keys
+            from plpkg.serving.service.http.listener import Server
+            from plpkg.serving.service.places import folder_of, require_apart, temporary_folder, temporary_folders
 
-        if replicas > 1:
-            from plpkg.serving.service.replicas import replicated
+            if replicas > 1:
+                from plpkg.serving.service.replicas import replicated
     except ModuleNotFoundError as error:
         extra = "serve,scale" if replicas > 1 else "serve"
         raise ValueError(f"plpkg serve needs {error.name}: pip install 'plpkg[{extra}]'") from None

@@ -153,9 +153,10 @@ def test_over_tls_with_a_token(secured, folder, tls, tmp_path, monkeypatch):
     assert not slept  # trying again would not help
 
 
-def test_sigterm_ends_a_cloud_as_ctrl_c_does(folder):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_a_cloud_as_ctrl_c_does(number, folder):
     """The first process of a container would not notice a signal without a handler."""
-    with serving(folder, number=signal.SIGTERM):
+    with serving(folder, number=number):
         pass
 
 

@@ -38,7 +38,7 @@ class Server(uvicorn.Server):
 
     SIGINT (Ctrl-C) and any second signal end that time. From then on it takes about :data:`CLOSING_S`: what has not
     ended within :data:`GRACE_S` is told why. Left to itself uvicorn would break the connections off, and close the
-    application only then. ``ready`` is called when it answers, and no earlier than signals end it as said here.
+    application only then. ``ready`` is called once it answers; signals end it well from then on.
     """
 
     def __init__(self, application, grace_s: float = 0, ready: Callable[[], None] = lambda: None, **options) -> None:
